@@ -19,6 +19,10 @@
     |   +-- TargetIdentityError     another model, or other weights, than before
     +-- PromptError               a prompt source or one of its lines cannot be used
     +-- PluginError               the SGLang plugin cannot work here
+    +-- TrainerServiceError       the trainer service gave no answer, or refused
+    +-- ModelFetchError           a model cannot be fetched or unpacked
+    +-- ProcessError              a service did not start, or ended early
+        +-- PortInUseError          another process listens on its port
 
 Each error keeps its data as attributes and derives the message from them. All are picklable:
 `super().__init__` receives every argument of the constructor, in order. To add one, pick the
@@ -199,3 +203,47 @@ class PromptError(DflashOnlineError):
 
 class PluginError(DflashOnlineError):
     """The SGLang plugin cannot work here: wrong version, not loaded, or not in every process."""
+
+
+class TrainerServiceError(DflashOnlineError):
+    """The trainer service gave no answer (`status` None), or refused."""
+
+    def __init__(self, url: str, status: int | None, detail: str) -> None:
+        super().__init__(url, status, detail)
+        self.url, self.status, self.detail = url, status, detail
+
+    def __str__(self) -> str:
+        if self.status is None:
+            return f"trainer {self.url} does not answer: {self.detail}"
+        return f"trainer {self.url} refused with HTTP {self.status}: {self.detail}"
+
+
+class ModelFetchError(DflashOnlineError):
+    """A model cannot be fetched or unpacked; nothing is left half done."""
+
+    def __init__(self, model: str, step: str, reason: str) -> None:
+        super().__init__(model, step, reason)
+        self.model, self.step, self.reason = model, step, reason
+
+    def __str__(self) -> str:
+        return f"model {self.model}: {self.step} failed: {self.reason}"
+
+
+class ProcessError(DflashOnlineError):
+    """A service did not start, did not get ready in time, or ended early."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(name, reason)
+        self.name, self.reason = name, reason
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason}"
+
+
+class PortInUseError(ProcessError):
+    """Another process already listens on the port that a service was told to use."""
+
+    def __init__(self, name: str, host: str, port: int) -> None:
+        super().__init__(name, f"port {port} on {host} is in use; end what listens there, or give another port")
+        self.args = (name, host, port)
+        self.host, self.port = host, port
