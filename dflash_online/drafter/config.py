@@ -26,9 +26,15 @@ def select_layer_ids(num_target_layers: int, num_features: int) -> tuple[int, ..
     if num_features == 1:
         return (num_target_layers // 2,)
     span = num_target_layers - 4
-    ids = tuple(round(1 + i * span / (num_features - 1)) for i in range(num_features)) if num_features > 1 else ()
+    ids = (
+        tuple(round(1 + i * span / (num_features - 1)) for i in range(num_features))
+        if num_features > 1
+        else ()
+    )
     if not ids or len(set(ids)) < num_features or span < 0:
-        raise ConfigError("num_features", num_features, f"1 to about {max(span, 1)} for {num_target_layers} layers")
+        raise ConfigError(
+            "num_features", num_features, f"1 to about {max(span, 1)} for {num_target_layers} layers"
+        )
     return ids
 
 
@@ -68,9 +74,18 @@ class DrafterConfig:
     def __post_init__(self) -> None:
         if not self.layer_types:
             object.__setattr__(self, "layer_types", (FULL_ATTENTION,) * self.num_layers)
-        for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "vocab_size"):
+        for name in (
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "vocab_size",
+        ):
             _require(name, getattr(self, name), "at least 1", getattr(self, name) >= 1)
-        _require("head_dim", self.head_dim, "even and at least 2", self.head_dim >= 2 and self.head_dim % 2 == 0)
+        _require(
+            "head_dim", self.head_dim, "even and at least 2", self.head_dim >= 2 and self.head_dim % 2 == 0
+        )
         divides = self.num_heads % self.num_kv_heads == 0
         _require("num_kv_heads", self.num_kv_heads, f"a divisor of num_heads {self.num_heads}", divides)
         _require("block_size", self.block_size, ">= 2 (anchor, one draft)", self.block_size >= 2)
@@ -78,7 +93,9 @@ class DrafterConfig:
         finite_theta = math.isfinite(self.rope_theta) and self.rope_theta > 0
         _require("rope_theta", self.rope_theta, "finite and > 0", finite_theta)
         in_vocab = 0 <= self.mask_token_id < self.vocab_size
-        _require("mask_token_id", self.mask_token_id, f"in 0..{self.vocab_size - 1} (target vocabulary)", in_vocab)
+        _require(
+            "mask_token_id", self.mask_token_id, f"in 0..{self.vocab_size - 1} (target vocabulary)", in_vocab
+        )
         self._check_layers()
 
     def _check_layers(self) -> None:
@@ -92,7 +109,9 @@ class DrafterConfig:
             FULL_ATTENTION,
             SLIDING_ATTENTION,
         }
-        _require("layer_types", self.layer_types, f"{self.num_layers} of full_attention, sliding_attention", known)
+        _require(
+            "layer_types", self.layer_types, f"{self.num_layers} of full_attention, sliding_attention", known
+        )
         needs_window = SLIDING_ATTENTION in self.layer_types
         has_window = not needs_window or (self.sliding_window is not None and self.sliding_window >= 1)
         _require("sliding_window", self.sliding_window, ">= 1 with sliding layers", has_window)

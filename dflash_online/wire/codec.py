@@ -45,7 +45,7 @@ def _frame_prefix(kind: int, num_bytes: int) -> bytes:
 
 def _bytes_view(features_TF: torch.Tensor) -> memoryview:
     """Writable byte view of a contiguous CPU bf16 tensor; no copy."""
-    return memoryview(features_TF.view(torch.int16).numpy()).cast("B")
+    return features_TF.view(torch.int16).numpy().data.cast("B")
 
 
 def pack_header(header: RecordHeader) -> bytes:

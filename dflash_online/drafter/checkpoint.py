@@ -1,0 +1,220 @@
+"""A drafter on disk: the folder through which trainer and target meet.
+
+    trainer --save_checkpoint--> FOLDER --load_checkpoint--> swap in the target, warm start, evaluation
+
+    FOLDER/training.json      step, recipe, cursor, parent, gate (ours; absent in published folders)
+           config.json        drafter.hf_config
+           model.safetensors  spec A.1 names, nothing else
+           COMPLETE           the version, written last: without it the folder does not exist
+
+Written beside its final name, fsynced, then renamed. `training.json` comes first, so that a folder cut short
+at any point is known as ours and unfinished, never mistaken for a published one. Disk full or any other
+OSError leaves nothing behind and raises CheckpointError with path and reason. Loads only safetensors and
+JSON: nothing in a folder can execute code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dflash_online.drafter.config import DrafterConfig
+from dflash_online.drafter.hf_config import config_from_json, config_to_json
+from dflash_online.drafter.tensors import canonical_names, expected_shapes, export_tensors, validate_tensors
+from dflash_online.drafter.version import DrafterVersion, weights_digest
+from dflash_online.errors import CheckpointError, ConfigError, IncompleteCheckpointError
+from dflash_online.target.model_info import TargetModelInfo
+from dflash_online.target.weight_files import INDEX_FILE, SINGLE_FILE, WeightFiles
+
+__all__ = [
+    "Checkpoint",
+    "DrafterVersion",
+    "TrainingInfo",
+    "check_against_target",
+    "config_from_json",
+    "config_to_json",
+    "expected_shapes",
+    "export_tensors",
+    "load_checkpoint",
+    "save_checkpoint",
+    "validate_tensors",
+    "weights_digest",
+]
+
+CONFIG_FILE, TRAINING_FILE, MARKER_FILE = "config.json", "training.json", "COMPLETE"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingInfo:
+    """How a checkpoint came to be. JSON values only."""
+
+    number: int
+    """Of the version; rises by one per checkpoint of a run."""
+    step: int = 0
+    """Optimizer steps taken."""
+    recipe: dict[str, Any] = field(default_factory=dict)
+    cursor: int = 0
+    """Place in the prompt stream up to which records were taken."""
+    parent_version: str | None = None
+    """Version of the weights that training started from; None for fresh ones."""
+    gate: dict[str, Any] | None = None
+    """What the gate measured; None before it ran."""
+    target: dict[str, str] | None = None
+    """Fields of the wire format's TargetIdentity."""
+    tokens_seen: int = 0
+    """Supervised tokens trained on, repetitions counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A loaded folder. `tensors` are on the CPU, validated against `config`."""
+
+    config: DrafterConfig
+    tensors: dict[str, Tensor]
+    version: DrafterVersion
+    training: TrainingInfo | None  # None for a published folder
+    path: Path
+
+
+def save_checkpoint(
+    path: Path, config: DrafterConfig, tensors: Mapping[str, Tensor], *, training: TrainingInfo
+) -> DrafterVersion:
+    """Write a folder that SGLang, vLLM and z-lab's `dflash` load unchanged. All or nothing.
+
+    Args:
+        path: the folder to make; its parent is made when missing.
+        tensors: as from `export_tensors`.
+
+    Returns:
+        The version, also in the folder's completion marker.
+
+    Raises:
+        TensorMismatchError: the tensors are not what the config says; nothing is written.
+        CheckpointError: the folder exists already, or the disk refused (full, read-only, ...).
+    """
+    validate_tensors(config, tensors, path=str(path))
+    version = DrafterVersion.of(training.number, tensors)
+    scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        if path.exists():
+            raise CheckpointError(str(path), "exists already; checkpoints are never overwritten")
+        scratch.mkdir(parents=True)
+        _write(scratch / TRAINING_FILE, json.dumps(asdict(training), indent=2))
+        _write(scratch / CONFIG_FILE, json.dumps(config_to_json(config), indent=2))
+        # A memory map of the new file would turn a full disk into a bus error; save_file writes.
+        save_file(
+            {name: tensor.contiguous() for name, tensor in tensors.items()},
+            scratch / SINGLE_FILE,
+            metadata={"format": "pt"},
+        )
+        _sync(scratch / SINGLE_FILE)
+        _write(scratch / MARKER_FILE, str(version))
+        _sync(scratch)
+        scratch.rename(path)
+        _sync(path.parent)
+    except (OSError, SafetensorError) as exc:
+        raise CheckpointError(str(path), f"cannot be written: {exc}") from exc
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return version
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Read an own or a published folder and check it whole: names, shapes, types, finiteness, digest.
+
+    A folder with neither `training.json` nor marker is a published one; its version has number 0.
+
+    Raises:
+        IncompleteCheckpointError: no folder, no weights, or ours without its completion marker.
+        UnsupportedCheckpointError: a drafter of another family.
+        TensorMismatchError: tensors missing, unexpected, misshapen, of another type, not finite.
+        CheckpointError: unreadable, or changed since it was written.
+        ConfigError: a config value is out of bounds.
+    """
+    training = _load_training(path)
+    fields = _read_json(path / CONFIG_FILE)
+    if not (path / SINGLE_FILE).is_file() and not (path / INDEX_FILE).is_file():
+        raise IncompleteCheckpointError(str(path), f"{SINGLE_FILE} is missing")
+    try:
+        files = WeightFiles(path)
+        tensors = canonical_names({name: files.read(name) for name in sorted(files.names)})
+    except (OSError, SafetensorError, KeyError, ValueError) as exc:
+        raise CheckpointError(str(path), f"weights cannot be read: {exc}") from exc
+    fc = tensors.get("fc.weight")
+    num_features = None if fc is None or fc.ndim != 2 else fc.shape[1] // max(fc.shape[0], 1)
+    config = config_from_json(fields, path=str(path), num_features=num_features)
+    validate_tensors(config, tensors, path=str(path))
+    version = DrafterVersion.of(training.number if training else 0, tensors)
+    if training is not None:
+        written = (path / MARKER_FILE).read_text(encoding="ascii").strip()
+        if written != str(version):
+            raise CheckpointError(str(path), f"weights are {version}, the completion marker says {written}")
+    return Checkpoint(config, tensors, version, training, path)
+
+
+def check_against_target(config: DrafterConfig, target: TargetModelInfo) -> None:
+    """Refuse a drafter that cannot draft for this target.
+
+    Raises:
+        ConfigError: hidden size, vocabulary, hooked layers or mask id do not fit.
+    """
+    if config.hidden_size != target.hidden_size:
+        raise ConfigError("drafter hidden_size", config.hidden_size, f"the target's {target.hidden_size}")
+    last = target.num_layers - 2
+    if max(config.target_layer_ids) > last:
+        bound = f"in 0..{last} (the target has {target.num_layers} layers)"
+        raise ConfigError("drafter target_layer_ids", config.target_layer_ids, bound)
+    if config.mask_token_id >= target.vocab_size:
+        bound = f"in 0..{target.vocab_size - 1} (the target's vocabulary)"
+        raise ConfigError("drafter mask_token_id", config.mask_token_id, bound)
+
+
+def _load_training(path: Path) -> TrainingInfo | None:
+    if not path.is_dir():
+        raise IncompleteCheckpointError(str(path), "no such folder")
+    has_marker, has_training = (path / MARKER_FILE).is_file(), (path / TRAINING_FILE).is_file()
+    if not has_marker and not has_training:
+        return None
+    for name, exists in ((TRAINING_FILE, has_training), (MARKER_FILE, has_marker)):
+        if not exists:
+            raise IncompleteCheckpointError(str(path), f"{name} is missing")
+    fields = _read_json(path / TRAINING_FILE)
+    try:
+        return TrainingInfo(**fields)
+    except TypeError as exc:
+        raise CheckpointError(str(path), f"{TRAINING_FILE}: {exc}") from exc
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise IncompleteCheckpointError(str(path.parent), f"{path.name} is missing")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as exc:
+        raise CheckpointError(str(path.parent), f"{path.name} cannot be read: {exc}") from exc
+    if not isinstance(value, dict):
+        raise CheckpointError(str(path.parent), f"{path.name} must hold an object")
+    return value
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text + "\n", encoding="utf-8")
+    _sync(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
