@@ -1,0 +1,5 @@
+"""Command line `dflash-online`."""
+
+from dflash_online.cli.app import main
+
+__all__ = ["main"]

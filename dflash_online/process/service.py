@@ -148,6 +148,6 @@ def _rss_bytes(process: psutil.Process) -> int:
 
 def _answers_200(url: str) -> bool:
     try:
-        return httpx.get(url, timeout=5.0).status_code == httpx.codes.OK
+        return httpx.get(url, timeout=5.0, trust_env=False).status_code == httpx.codes.OK
     except httpx.HTTPError:
         return False
