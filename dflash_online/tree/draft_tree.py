@@ -1,0 +1,70 @@
+"""The draft trees of a batch, one per request, all of the same width.
+
+    drafter logits --chain_trees / root_trees--> DraftTrees --visibility--> verify forward --> walk
+
+Pure torch, no host synchronisation. Knows neither SGLang nor key-value caches.
+
+Shape letters: R = requests, N = nodes of a tree, root included; D = drafts per block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from dflash_online.errors import ShapeError
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTrees:
+    """One tree per request; a parent always precedes its children, siblings carry distinct tokens.
+
+    Two first drafts and a child of the first: `parent_RN = [[-1, 0, 0, 1]]`, `depth_RN = [[0, 1, 1, 2]]`.
+    """
+
+    token_id_RN: torch.Tensor  # [R, N] int64; node 0 is the anchor, the last committed token
+    parent_RN: torch.Tensor  # [R, N] int64; -1 for the root, else smaller than the node's own index
+    depth_RN: torch.Tensor  # [R, N] int64; 0 for the root; position of a node = anchor position + depth
+    max_depth: int  # drafts on the longest path that any tree of this batch can have
+    is_chain: bool  # node i is the only child of node i - 1: the verify forward is plainly causal
+
+    @property
+    def num_nodes(self) -> int:
+        """N, root included."""
+        return int(self.token_id_RN.shape[1])
+
+
+def chain_trees(anchor_R: torch.Tensor, draft_RD: torch.Tensor) -> DraftTrees:
+    """A single path: the anchor, then every draft in order.
+
+    Raises:
+        ShapeError: anchors and drafts are of different batches.
+    """
+    if draft_RD.ndim != 2 or draft_RD.shape[0] != anchor_R.shape[0]:
+        raise ShapeError(f"anchor {tuple(anchor_R.shape)}, draft {tuple(draft_RD.shape)}")
+    token_id_RN = torch.cat([anchor_R[:, None], draft_RD], dim=1).to(torch.int64)
+    depth_N = torch.arange(token_id_RN.shape[1], device=anchor_R.device)
+    depth_RN = depth_N.expand(token_id_RN.shape[0], -1)
+    return DraftTrees(token_id_RN, depth_RN - 1, depth_RN, max_depth=int(draft_RD.shape[1]), is_chain=True)
+
+
+def root_trees(anchor_R: torch.Tensor) -> DraftTrees:
+    """The anchor alone: verifying it is plain decoding."""
+    return chain_trees(anchor_R, anchor_R.new_empty((anchor_R.shape[0], 0)))
+
+
+def visibility(trees: DraftTrees) -> torch.Tensor:
+    """Which nodes each node sees among its own tree: itself and its ancestors.
+
+    Returns:
+        [R, N, N] bool, entry (i, j) True when j is i or an ancestor of i.
+    """
+    num_requests, num_nodes = trees.parent_RN.shape
+    eye_NN = torch.eye(num_nodes, dtype=torch.bool, device=trees.parent_RN.device)
+    seen_RNN = eye_NN.expand(num_requests, -1, -1).clone()
+    request_R = torch.arange(num_requests, device=trees.parent_RN.device)
+    for node in range(1, num_nodes):
+        # The parent's row is complete, because a parent precedes its children.
+        seen_RNN[:, node] |= seen_RNN[request_R, trees.parent_RN[:, node]]
+    return seen_RNN

@@ -1,0 +1,281 @@
+"""Starts SGLang with the plugin, and refuses to go on when the plugin is not active in every process.
+
+    python -m server_patches --model DIR --drafter DIR [--host --port --dtype ...] [-- SGLANG FLAGS]
+        checks -> folders, environment, flags -> python -m sglang.launch_server -> watch until ready -> serve
+
+Runs as the keeper of the server's process tree: whatever ends either of them, nothing is left, the shared
+memory of the capture slots included. Exit codes: 0 ended on request, 2 a check failed before anything was
+started, 3 the server came up without the plugin, else the server's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+from rich.console import Console
+
+from dflash_online.drafter.checkpoint import check_against_target, load_checkpoint
+from dflash_online.errors import ConfigError, DflashOnlineError, PluginError
+from dflash_online.process.keeper import keep
+from dflash_online.process.port import require_free_port
+from dflash_online.target.model_info import TargetModelInfo
+from server_patches.capture.slots import CAPTURE_DIR_ENV
+from server_patches.compat import ALGORITHM_NAME, PATCHED_NAMES, PLUGIN_NAME, require_supported_version
+from server_patches.plugin import ANNOUNCE_DIR_ENV, has_accelerator
+
+SHARED_MEMORY = Path("/dev/shm")
+_CPU_STAND_IN = Path(__file__).parent / "cpu" / "stand_in"
+_EXIT_REFUSED, _EXIT_INACTIVE = 2, 3
+console = Console(stderr=True, highlight=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchConfig:
+    """What `python -m server_patches` was asked for."""
+
+    model: Path
+    drafter: Path
+    host: str = "127.0.0.1"
+    port: int = 30000
+    dtype: str = "auto"
+    """Of the target and the drafter in the server: auto, float32, bfloat16, ..."""
+    capture_slots: int = 32
+    """Captures that may be in flight; one more is shed."""
+    capture_tokens: int = 4096
+    """Tokens, response included, that a slot holds."""
+    ready_timeout_s: float = 900.0
+    flags: tuple[str, ...] = ()
+    """Passed to SGLang as they are."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.port <= 65535:
+            raise ConfigError("port", self.port, "in 1..65535")
+        if not 1 <= self.capture_slots <= 4096:
+            raise ConfigError("capture_slots", self.capture_slots, "in 1..4096")
+        if self.capture_tokens < 16:
+            raise ConfigError("capture_tokens", self.capture_tokens, ">= 16")
+        if self.ready_timeout_s <= 0:
+            raise ConfigError("ready_timeout_s", self.ready_timeout_s, "> 0 seconds")
+        owned = ("--speculative-", "--model-path", "--model", "--host", "--port", "--dtype", "--device")
+        for flag in self.flags:
+            if flag.startswith(owned[0]) or flag.split("=")[0] in owned[1:]:
+                raise ConfigError("SGLang flag", flag, "absent: `target serve` sets it itself")
+
+    @property
+    def url(self) -> str:
+        host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
+        return f"http://{host}:{self.port}"
+
+
+def check_before_start(config: LaunchConfig, environment: dict[str, str]) -> int:
+    """All that can be refused without starting anything. Returns the bytes of one capture slot.
+
+    Raises:
+        PluginError: wrong SGLang, or the environment's plugin list leaves ours out.
+        CheckpointError, ConfigError: the drafter does not fit the target; the port is taken.
+    """
+    require_supported_version()
+    listed = environment.get("SGLANG_PLUGINS", "").strip()
+    if listed and PLUGIN_NAME not in [name.strip() for name in listed.split(",")]:
+        raise PluginError(f"SGLANG_PLUGINS must contain {PLUGIN_NAME}, got {listed!r}")
+    target = TargetModelInfo.from_folder(config.model)
+    drafter = load_checkpoint(config.drafter)
+    check_against_target(drafter.config, target)
+    require_free_port("target", config.host, config.port)
+    return config.capture_tokens * drafter.config.feature_width * 2
+
+
+def make_environment(config: LaunchConfig, folder: Path, slot_bytes: int, *, on_gpu: bool) -> dict[str, str]:
+    """Environment of the server's processes: plugin list, folders, and on CPU the stand-in kernels."""
+    environment = dict(os.environ)
+    environment.setdefault("SGLANG_PLUGINS", PLUGIN_NAME)
+    environment |= {
+        ANNOUNCE_DIR_ENV: str(folder / "announce"),
+        CAPTURE_DIR_ENV: str(folder / "slots"),
+        "DFLASH_CAPTURE_SLOTS": str(config.capture_slots),
+        "DFLASH_CAPTURE_SLOT_BYTES": str(slot_bytes),
+    }
+    if not on_gpu:
+        environment["SGLANG_USE_CPU_ENGINE"] = "1"
+        if not _has_real_kernels():
+            paths = [str(_CPU_STAND_IN), *filter(None, [environment.get("PYTHONPATH")])]
+            environment["PYTHONPATH"] = os.pathsep.join(paths)
+    return environment
+
+
+def _has_real_kernels() -> bool:
+    """Whether an installed `sgl_kernel` exists, which the stand-in must never shadow."""
+    import importlib.metadata
+
+    for name in ("sgl-kernel", "sglang-kernel"):
+        try:
+            importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return True
+    return False
+
+
+def make_command(config: LaunchConfig, *, on_gpu: bool) -> list[str]:
+    """SGLang's command line."""
+    command = [sys.executable, "-W", "ignore::UserWarning", "-m", "sglang.launch_server"]
+    command += ["--model-path", str(config.model), "--host", config.host, "--port", str(config.port)]
+    command += ["--dtype", config.dtype, "--enable-metrics"]
+    command += [
+        "--speculative-algorithm",
+        ALGORITHM_NAME,
+        "--speculative-draft-model-path",
+        str(config.drafter),
+    ]
+    if not on_gpu:
+        # Overlap hides host work behind a device; here both are the same cores.
+        command += ["--device", "cpu", "--disable-overlap-schedule", "--sleep-on-idle"]
+        defaults = {"--mem-fraction-static": "0.3", "--max-total-tokens": "32768"}
+        for flag, value in defaults.items():
+            if not any(given.split("=")[0] == flag for given in config.flags):
+                command += [flag, value]
+    return command + list(config.flags)
+
+
+class ReadyWatch:
+    """A thread that waits for the server, checks that the plugin is everywhere, and else ends it."""
+
+    def __init__(self, config: LaunchConfig, folder: Path) -> None:
+        self._config, self._announce = config, folder / "announce"
+        self.failure: str | None = None
+        threading.Thread(target=self._run, name="ready-watch", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._wait_until_ready()
+            self._require_active_everywhere()
+        except PluginError as exc:
+            self.failure = str(exc)
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            console.print(f"target ready: {self._config.url} (DFlash interface under /dflash)")
+
+    def _errors(self) -> list[str]:
+        return [f"process {p.stem}: {p.read_text()}" for p in sorted(self._announce.glob("*.error"))]
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + self._config.ready_timeout_s
+        while time.monotonic() < deadline:
+            if errors := self._errors():
+                raise PluginError("the plugin failed to activate: " + "; ".join(errors))
+            try:
+                answer = httpx.get(f"{self._config.url}/health", timeout=5.0)
+            except httpx.TransportError:
+                answer = None
+            if answer is not None and answer.status_code == 200:
+                return
+            time.sleep(0.5)
+        raise PluginError(f"the server was not ready within {self._config.ready_timeout_s:g} s")
+
+    def _require_active_everywhere(self) -> None:
+        active = {int(path.stem) for path in self._announce.glob("*.active")}
+        silent = [
+            f"{process.pid} ({name})"
+            for process in psutil.Process().children(recursive=True)
+            if (name := _sglang_role(process)) and process.pid not in active
+        ]
+        if silent:
+            raise PluginError(f"the plugin is not active in these processes: {', '.join(silent)}")
+        if not active:
+            raise PluginError("the plugin is not active in any process")
+
+
+def _sglang_role(process: psutil.Process) -> str | None:
+    """Name of an SGLang process; None for helpers such as multiprocessing's resource tracker."""
+    try:
+        command = " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return None
+    if command.startswith("sglang::"):
+        return command.split()[0]
+    return "sglang::http_server" if "sglang.launch_server" in command else None
+
+
+def launch(config: LaunchConfig) -> int:
+    """Start the server and stay until it ends. Returns the exit code."""
+    slot_bytes = check_before_start(config, dict(os.environ))
+    on_gpu = has_accelerator()
+    base = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+    remove_stale_folders(base)
+    folder = base / f"dflash-{os.getpid()}"
+    try:
+        for name in ("announce", "slots"):
+            (folder / name).mkdir(parents=True)
+        os.environ.update(make_environment(config, folder, slot_bytes, on_gpu=on_gpu))
+        watch = ReadyWatch(config, folder)
+        code = keep(make_command(config, on_gpu=on_gpu))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if watch.failure is not None:
+        console.print(f"[red]error:[/red] {watch.failure}")
+        return _EXIT_INACTIVE
+    return code
+
+
+def remove_stale_folders(base: Path) -> None:
+    """Remove what a launcher that was killed left in shared memory."""
+    for folder in base.glob("dflash-*"):
+        number = folder.name.removeprefix("dflash-")
+        if number.isdigit() and not psutil.pid_exists(int(number)):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Command line of `python -m server_patches`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m server_patches",
+        description="Serve a target model with SGLang and the DFlash Online plugin.",
+        epilog="example: python -m server_patches --model models/m --drafter models/d -- --tp-size 2",
+    )
+    parser.add_argument("--model", type=Path, help="folder of the target model")
+    parser.add_argument("--drafter", type=Path, help="folder of the drafter checkpoint")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=30000)
+    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, ...")
+    parser.add_argument("--capture-slots", type=int, default=32, help="captures in flight at most")
+    parser.add_argument("--capture-tokens", type=int, default=4096, help="tokens that one slot holds")
+    parser.add_argument("--ready-timeout-s", type=float, default=900.0)
+    parser.add_argument(
+        "--list-patches", action="store_true", help="print every upstream name touched, and why"
+    )
+    parser.add_argument("flags", nargs="*", metavar="-- SGLANG FLAGS")
+    own, flags = _split(arguments)
+    options = parser.parse_args(own)
+    if options.list_patches:
+        for patch in PATCHED_NAMES:
+            Console().print(f"[bold]{patch.name}[/bold] ({patch.how}): {patch.reason}", highlight=False)
+        return 0
+    if options.model is None or options.drafter is None:
+        parser.error("--model and --drafter are required")
+    fields = {k: v for k, v in vars(options).items() if k not in ("list_patches", "flags")}
+    try:
+        return launch(LaunchConfig(**fields, flags=tuple(flags)))
+    except DflashOnlineError as exc:
+        console.print(f"[red]error:[/red] {exc}")
+        return _EXIT_REFUSED
+
+
+def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Own arguments, and those after `--`."""
+    own = list(arguments)
+    if "--" not in own:
+        return own, []
+    index = own.index("--")
+    return own[:index], own[index + 1 :]

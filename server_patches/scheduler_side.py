@@ -1,0 +1,158 @@
+"""What the plugin adds to SGLang's scheduler: control methods, acceptance counts, versioned cache keys.
+
+Hooked after the scheduler has built its workers. Owns one `ControlHandler`, one `DrafterSwap`, one
+`AcceptanceCounter` per scheduler process; all run in the scheduler's loop.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from typing import Any
+
+from dflash_online.errors import ConfigError
+from dflash_online.tree.policy import Policy, PolicyMode
+from server_patches.acceptance import AcceptanceCounter, StepCounter, count_resolved_step
+from server_patches.capture.slots import CaptureKey
+from server_patches.control import ControlHandler, DflashControlReqInput
+from server_patches.swap import DrafterSwap, require_one_data_parallel_rank
+
+CACHE_KEY_PREFIX = "dflash-drafter"
+
+
+class SchedulerSide:
+    """Everything of ours in one scheduler process."""
+
+    def __init__(self, scheduler: Any, worker: Any) -> None:
+        from sglang.srt.runtime_context import get_parallel, get_spec
+
+        require_one_data_parallel_rank(get_parallel().num_dp_ranks)
+        self.worker = worker
+        self.control = ControlHandler()
+        self.acceptance = AcceptanceCounter(_verify_step_series() if get_parallel().tp_rank == 0 else None)
+        self.swap = DrafterSwap(worker, self.control, get_spec().speculative_draft_model_path)
+        for name, method in (
+            ("info", self.info),
+            ("policy", self.set_policy),
+            ("acceptance", self.report_acceptance),
+            ("capture_finish", self.finish_capture),
+        ):
+            self.control.register(name, method)
+
+    def info(self, _body: dict[str, Any]) -> dict[str, Any]:
+        """What only the scheduler knows of /dflash/info."""
+        runner = self.worker.target_worker.model_runner
+        config = self.swap.live.config
+        return {
+            "pid": os.getpid(),
+            "device": str(self.worker.device),
+            "weight_checksum": self.swap.target_checksum,
+            "model": {
+                "hidden_size": config.hidden_size,
+                "vocab_size": config.vocab_size,
+                "num_layers": config.num_target_layers,
+                "context_length": int(runner.model_config.context_len),
+                "dtype": str(runner.dtype).removeprefix("torch."),
+            },
+            "layer_ids": list(config.target_layer_ids),
+            "feature_width": config.feature_width,
+            "drafter": self.swap.describe(),
+            "policy": describe_policy(self.worker.policy),
+        }
+
+    def set_policy(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Take a new policy from the next step on."""
+        num_drafts = self.swap.live.config.num_drafts
+        try:
+            mode = PolicyMode(str(body.get("mode")))
+        except ValueError as exc:
+            raise ConfigError("mode", body.get("mode"), f"one of {[m.value for m in PolicyMode]}") from exc
+        default_nodes = 0 if mode is PolicyMode.OFF else num_drafts
+        num_nodes = body.get("num_nodes")
+        policy = Policy(
+            mode=mode,
+            num_nodes=default_nodes if num_nodes is None else num_nodes,
+            max_batch_size=body.get("max_batch_size"),
+        )
+        if policy.num_nodes > num_drafts:
+            raise ConfigError("num_nodes", policy.num_nodes, f"at most {num_drafts} (block size minus one)")
+        self.worker.policy = policy
+        return describe_policy(policy)
+
+    def report_acceptance(self, _body: dict[str, Any]) -> dict[str, Any]:
+        return {"versions": self.acceptance.report()}
+
+    def finish_capture(self, body: dict[str, Any]) -> dict[str, Any]:
+        """End a capture; the reply says which of its rows arrived."""
+        return self.worker.tap.finish(str(body["capture_id"]), int(body["num_rows"]))
+
+    def count_step(self, result: Any, batch: Any) -> None:
+        """Called where SGLang resolves a verify step on the host."""
+        count_resolved_step(self.acceptance, result, batch)
+        for request, num_accepted in zip(batch.reqs, result.num_correct_drafts_per_req_cpu, strict=True):
+            tag = getattr(result, "dflash_step", None)
+            if tag is not None and tag.num_drafts and not (request.is_retracted or request.finished()):
+                self.worker.tap.count_accepted(request.extra_key, num_accepted)
+
+    def cache_key(self, extra_key: str | None) -> str:
+        """The request's prefix-cache key, bound to the live drafter; captures have one of their own."""
+        if CaptureKey.parse(extra_key) is not None:
+            return str(extra_key)
+        own = f"{CACHE_KEY_PREFIX}:{self.swap.live.version}"
+        return f"{extra_key}|{own}" if extra_key else own
+
+
+def describe_policy(policy: Policy) -> dict[str, Any]:
+    """The `policy` object of /dflash/info."""
+    return asdict(policy) | {"mode": policy.mode.value}
+
+
+def _verify_step_series() -> StepCounter:
+    # SGLang sets the multi-process folder of the metrics before it starts this process, and the library
+    # reads it when it is imported: hence the late import.
+    from prometheus_client import Counter
+
+    return Counter(
+        "dflash:verify_steps",
+        "Verify steps of one request, by accepted drafts.",
+        labelnames=("drafter_version", "policy", "accepted"),
+    )
+
+
+_side: SchedulerSide | None = None
+
+
+def attach(_result: None, scheduler: Any, *_args: object, **_kwargs: object) -> None:
+    """AFTER Scheduler.init_request_dispatcher: build our side and let control messages reach it."""
+    global _side
+    from sglang.utils import TypeBasedDispatcher
+
+    from server_patches.worker import DflashOnlineWorker
+
+    if not isinstance(scheduler.draft_worker, DflashOnlineWorker):
+        return
+    _side = SchedulerSide(scheduler, scheduler.draft_worker)
+    scheduler._request_dispatcher += TypeBasedDispatcher([(DflashControlReqInput, _side.control.handle)])
+
+
+def count_step(_result: object, _processor: object, result: Any, batch: Any) -> None:
+    """AFTER SchedulerBatchResultProcessor._resolve_spec_v2_tokens."""
+    if _side is not None:
+        _side.count_step(result, batch)
+
+
+def bind_cache_key(_scheduler: object, recv_req: Any, *_args: object, **_kwargs: object) -> None:
+    """BEFORE Scheduler.handle_generate_request: a prefix cached under an older drafter is not reused."""
+    if _side is not None:
+        recv_req.extra_key = _side.cache_key(recv_req.extra_key)
+
+
+def widen_row(result: int, *_args: object, **_kwargs: object) -> int | None:
+    """AFTER get_req_to_token_extra_context_len: room for the whole reserve beyond the context length."""
+    from sglang.srt.mem_cache.allocation_sizing import get_alloc_page_size
+    from sglang.srt.runtime_context import get_spec
+
+    width = get_spec().speculative_num_draft_tokens
+    if not width:
+        return None
+    return max(int(result), 2 * int(width) + int(get_alloc_page_size()) - 1)

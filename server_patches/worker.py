@@ -1,0 +1,370 @@
+"""The speculative worker: draft a block, grow a tree, verify it in one target pass, walk, commit.
+
+    ScheduleBatch --prefill--> upstream's path, plus the capture tap
+                  --decode--> draft -> tree -> verify -> choose -> walk -> commit -> GenerationBatchResult
+
+Runs in SGLang's scheduler process, once per step, on every TP rank. Subclasses upstream's worker for what
+does not depend on the tree: loading, pools, graphs, prefill, context append. Root only, a chain and any
+tree are one code path (`dflash_online.tree`). The target's token is chosen at every node from the target's
+own distribution (argmax, or one sample after temperature, top-k, top-p, min-p), so that the output law
+is that of plain decoding at any temperature. Knows nothing of HTTP; policy, capture and swap reach in
+through attributes between two steps.
+
+Shape letters: R = requests, B = block, D = drafts, N = nodes, P = path, H = hidden, F = features, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_func
+from sglang.srt.layers.logprob_processor import compute_spec_logprobs
+from sglang.srt.layers.sampler import top_k_top_p_min_p_sampling_from_probs_torch
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+    enable_num_token_non_padded,
+)
+from sglang.srt.runtime_context import get_parallel
+from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
+from sglang.srt.speculative.dflash_utils import apply_dflash_verify_logits_adjustments
+from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang.srt.speculative.spec_utils import (
+    GrammarTree,
+    build_grammar_vocab_mask,
+    draft_tp_context,
+)
+
+from dflash_online.errors import PluginError
+from dflash_online.tree.draft_tree import DraftTrees, chain_trees, root_trees, visibility
+from dflash_online.tree.policy import Policy, PolicyMode
+from dflash_online.tree.walk import Walk, walk
+from server_patches.acceptance import StepTag
+from server_patches.capture.tap import CaptureTap
+
+
+class DflashOnlineWorker(DFlashWorkerV2):
+    """One worker per TP rank. `policy`, `tap` and `drafter_version` may be changed between two steps."""
+
+    def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
+        super().__init__(server_args, gpu_id, nccl_port, target_worker)
+        if self.use_compact_draft_cache:
+            raise PluginError("--speculative-draft-window-size is not supported by DFLASH_ONLINE")
+        if get_parallel().attn_dp_enabled:
+            raise PluginError("--enable-dp-attention is not supported by DFLASH_ONLINE")
+        if self._is_domino or self.selector is not None or self.lilicorr is not None:
+            raise PluginError(
+                "DFLASH_ONLINE drafts with plain DFlash only, not with DFlash2, Domino or LiLiCorr"
+            )
+        self.policy = Policy(mode=PolicyMode.CHAIN, num_nodes=self.block_size - 1)
+        self.drafter_version = "none"
+        self.tap = CaptureTap(is_writer=get_parallel().tp_rank == 0)
+        self._slot_offset_B = torch.arange(self.block_size, device=self.device)
+
+    # ---- one step -------------------------------------------------------------------------------------
+
+    def forward_batch_generation(
+        self,
+        batch: Any,
+        on_publish: Any = None,
+        grammar_barrier: Any = None,
+        pp_proxy_tensors: Any = None,
+    ) -> GenerationBatchResult:
+        is_decode = not (
+            batch.forward_mode.is_extend() or batch.is_extend_in_batch or batch.forward_mode.is_idle()
+        )
+        self.tap.begin_step(batch, self.drafter_version)
+        if is_decode:
+            return self._decode(batch, on_publish, grammar_barrier)
+        return super().forward_batch_generation(batch, on_publish, grammar_barrier, pp_proxy_tensors)
+
+    def _validate_phase1_sampling_support(self, batch: Any) -> None:
+        """Upstream warns here that sampling falls back to argmax. It does not in this worker."""
+
+    def _decode(self, batch: Any, on_publish: Any, grammar_barrier: Any) -> GenerationBatchResult:
+        if batch.spec_info is None:
+            batch.spec_info = DFlashDraftInputV2.create_idle_input(device=self.device)
+        draft_input = batch.spec_info
+        # Carried over from the previous overlapped step, maybe made on another stream.
+        batch.seq_lens.record_stream(torch.get_device_module(self.device).current_stream())
+        prefix_R = batch.seq_lens
+        trees = self._grow_trees(batch, draft_input)
+        cache_loc_RN, plan = self._plan_window(batch, draft_input, trees.num_nodes)
+        logits_output, target_out = self._verify(
+            batch, draft_input, trees, cache_loc_RN, plan, grammar_barrier
+        )
+        target_token_RN = self._choose_tokens(batch, logits_output.next_token_logits, trees)
+        self._tp_sync_tokens(target_token_RN)
+        committed = walk(trees, target_token_RN)
+        commit_lens = committed.num_committed_R.to(torch.int32)
+        if batch.return_logprob:
+            self._add_logprobs(batch, logits_output, trees, target_token_RN, committed)
+        new_seq_lens = prefix_R + commit_lens.to(prefix_R.dtype)
+        self._commit_recurrent_state(batch, prefix_R, new_seq_lens, commit_lens)
+        if on_publish is not None:
+            on_publish(new_seq_lens)
+        self._commit_rows(
+            logits_output.hidden_states, trees, committed, cache_loc_RN, plan, prefix_R, commit_lens
+        )
+        # Keep the overlap scheduler from copying the feature buffer to the host.
+        logits_output.hidden_states = None
+        result = GenerationBatchResult(
+            logits_output=logits_output,
+            next_token_ids=committed.produced_RP.reshape(-1),
+            accept_lens=commit_lens,
+            can_run_cuda_graph=target_out.can_run_cuda_graph,
+            next_draft_input=self._make_next_draft_input_decode(
+                bonus_tokens=committed.bonus_R, new_seq_lens=new_seq_lens
+            ),
+            speculative_num_draft_tokens=int(self.block_size),
+            speculative_output_stride=trees.max_depth + 1,
+            new_seq_lens=new_seq_lens,
+            routed_experts_output=target_out.routed_experts_output,
+            indexer_topk_output=target_out.indexer_topk_output,
+        )
+        result.dflash_step = StepTag(self.drafter_version, trees.max_depth)  # type: ignore[attr-defined]
+        return result
+
+    # ---- draft ----------------------------------------------------------------------------------------
+
+    def _grow_trees(self, batch: Any, draft_input: Any) -> DraftTrees:
+        anchor_R = draft_input.bonus_tokens.to(torch.int64)
+        num_drafts = self.policy.num_drafts(len(batch.reqs))
+        if num_drafts == 0:
+            return root_trees(anchor_R)
+        return chain_trees(anchor_R, self._draft_block(batch, draft_input, anchor_R)[:, :num_drafts])
+
+    def _draft_block(self, batch: Any, draft_input: Any, anchor_R: torch.Tensor) -> torch.Tensor:
+        """One drafter pass over `[anchor, MASK, ...]`; returns the argmax of each slot, [R, D] int64."""
+        num_requests, prefix_R = len(batch.reqs), batch.seq_lens
+        block_id_RB = torch.full(
+            (num_requests, self.block_size), int(self._mask_token_id), dtype=torch.int64, device=self.device
+        )
+        block_id_RB[:, 0] = anchor_R
+        cache_loc_RB, plan = self._plan_window(batch, draft_input, self.block_size)
+        seq_lens_cpu, seq_lens_sum = self._host_lengths(batch, draft_input, self.block_size)
+        embeds = self._embed(block_id_RB)
+        forward_batch = ForwardBatch(
+            forward_mode=ForwardMode.TARGET_VERIFY,
+            batch_size=num_requests,
+            input_ids=block_id_RB.flatten(),
+            req_pool_indices=batch.req_pool_indices,
+            seq_lens=prefix_R,
+            out_cache_loc=cache_loc_RB.reshape(-1),
+            seq_lens_sum=seq_lens_sum,
+            seq_lens_cpu=seq_lens_cpu,
+            positions=(prefix_R[:, None] + self._slot_offset_B).reshape(-1),
+            input_embeds=embeds.view(-1, embeds.shape[-1]),
+            spec_algorithm=SpeculativeAlgorithm.DFLASH,
+            spec_info=self._draft_block_spec_info,
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+            num_token_non_padded=(
+                torch.full((), block_id_RB.numel(), dtype=torch.int32, device=self.device)
+                if enable_num_token_non_padded()
+                else None
+            ),
+            global_num_token_non_padded_cpu=block_id_RB.numel(),
+            can_run_decode_cuda_graph=batch.can_run_decode_cuda_graph,
+        )
+        plan.bind(forward_batch, self.draft_model_runner.kv_index_translator)
+        with torch.inference_mode(), draft_tp_context(self.draft_parallel_layout):
+            draft_out = self.draft_model_runner.forward(forward_batch)
+        num_drafts = self.block_size - 1
+        if self._draft_sampler is not None and draft_out.can_run_graph:
+            return self._draft_sampler.out[: num_requests * num_drafts].view(num_requests, num_drafts)
+        hidden_RBH = draft_out.logits_output.hidden_states.view(num_requests, self.block_size, -1)
+        with draft_tp_context(self.draft_parallel_layout):
+            draft = self._greedy_sample_from_vocab_parallel_head(
+                hidden_states=hidden_RBH[:, 1:, :].reshape(-1, hidden_RBH.shape[-1]),
+                lm_head=self.target_worker.model_runner.model.lm_head,
+            )
+        return draft.view(num_requests, num_drafts)
+
+    def _embed(self, block_id_RB: torch.Tensor) -> torch.Tensor:
+        table = self.draft_model.get_input_embeddings()
+        if table is None:
+            table = self.target_worker.model_runner.model.get_input_embeddings()
+        embeds = table(block_id_RB)
+        return embeds if self._noise_embed_scale == 1.0 else embeds * self._noise_embed_scale
+
+    # ---- verify ---------------------------------------------------------------------------------------
+
+    def _plan_window(self, batch: Any, draft_input: Any, width: int) -> tuple[torch.Tensor, Any]:
+        """Cache slots `[L, L + width)` of each request, [R, width], and the index plan of that window."""
+        cache_loc = assign_extend_cache_locs_func(
+            req_pool_indices=batch.req_pool_indices,
+            req_to_token=self.model_runner.req_to_token_pool.req_to_token,
+            start_offset=batch.seq_lens,
+            end_offset=batch.seq_lens + width,
+            batch_size=len(batch.reqs),
+            draft_token_num=width,
+            device=self.device,
+        )
+        plan = self.target_worker.model_runner.kv_index_translator.plan(
+            req_pool_indices=batch.req_pool_indices,
+            seq_lens=batch.seq_lens,
+            seq_lens_cpu=batch.seq_lens_cpu
+            if batch.seq_lens_cpu is not None
+            else draft_input.nxt_kv_lens_cpu,
+            write_virtual=cache_loc,
+            read_extent=width,
+        )
+        return cache_loc.view(len(batch.reqs), width), plan
+
+    def _host_lengths(self, batch: Any, draft_input: Any, width: int) -> tuple[torch.Tensor, int]:
+        """Upper bounds on the host of key lengths: committed prefix and one window."""
+        if batch.seq_lens_cpu is not None:
+            lengths = batch.seq_lens_cpu + width
+            return lengths, int(lengths.sum())
+        return draft_input.nxt_kv_lens_cpu, int(draft_input.nxt_kv_lens_sum)
+
+    def _verify(
+        self,
+        batch: Any,
+        draft_input: Any,
+        trees: DraftTrees,
+        cache_loc_RN: torch.Tensor,
+        plan: Any,
+        grammar_barrier: Any,
+    ) -> tuple[Any, Any]:
+        """One target pass over all nodes; logits [R*N, V] adjusted as sampling would, features [R*N, F]."""
+        # Starts an asynchronous copy, so it goes ahead of the target's pass.
+        grammar_tree = GrammarTree.from_linear_chain(trees.token_id_RN) if batch.has_grammar else None
+        verify_input = DFlashVerifyInput(
+            draft_token=trees.token_id_RN.reshape(-1),
+            positions=(batch.seq_lens[:, None] + trees.depth_RN).reshape(-1),
+            draft_token_num=trees.num_nodes,
+            custom_mask=None if trees.is_chain else visibility(trees),
+            capture_hidden_mode=CaptureHiddenMode.FULL,
+            kv_loc_plan=plan,
+        )
+        batch.out_cache_loc = cache_loc_RN.reshape(-1)
+        lengths_before = batch.seq_lens_cpu, batch.seq_lens_sum
+        batch.seq_lens_cpu, batch.seq_lens_sum = self._host_lengths(batch, draft_input, trees.num_nodes)
+        forward_batch, _ = verify_input.prepare_for_verify(batch, self.target_worker)
+        batch.seq_lens_cpu, batch.seq_lens_sum = lengths_before
+        target_out = self.target_worker.forward_batch_generation(
+            batch=None, forward_batch=forward_batch, is_verify=True, skip_attn_backend_init=True
+        )
+        logits_output = target_out.logits_output
+        processor = self._target_logits_processor
+        if processor is not None and processor.is_deferred_shard(logits_output.next_token_logits):
+            logits_output.next_token_logits = processor.finish_deferred_gather(
+                logits_output.next_token_logits
+            )
+        grammar_mask = None
+        if grammar_tree is not None:
+            grammar_mask = build_grammar_vocab_mask(
+                reqs=batch.reqs,
+                tree=grammar_tree,
+                sampling_info=batch.sampling_info,
+                device=logits_output.next_token_logits.device,
+                barrier=grammar_barrier,
+            )
+        if batch.sampling_info is not None:
+            apply_dflash_verify_logits_adjustments(
+                next_token_logits=logits_output.next_token_logits,
+                sampling_info=batch.sampling_info,
+                draft_token_num=trees.num_nodes,
+            )
+        if grammar_mask is not None:
+            grammar_mask.apply(logits_output.next_token_logits)
+        return logits_output, target_out
+
+    def _choose_tokens(self, batch: Any, logits_NV: torch.Tensor, trees: DraftTrees) -> torch.Tensor:
+        """The target's token at every node, [R, N] int64: argmax, or one sample of its distribution."""
+        num_requests, num_nodes = trees.token_id_RN.shape
+        info = batch.sampling_info
+        if info is None or info.is_all_greedy:
+            return torch.argmax(logits_NV, dim=-1).view(num_requests, num_nodes)
+
+        def per_node(value: Any) -> Any:
+            return None if value is None else torch.repeat_interleave(value, num_nodes, dim=0)
+
+        probs = torch.softmax(logits_NV.float() / per_node(info.temperatures), dim=-1)
+        tokens = top_k_top_p_min_p_sampling_from_probs_torch(
+            probs,
+            per_node(info.top_ks),
+            per_node(info.top_ps),
+            per_node(info.min_ps),
+            info.need_min_p_sampling,
+            per_node(info.sampling_seed),
+            (batch.seq_lens[:, None] + trees.depth_RN).reshape(-1),
+        )
+        return tokens.to(torch.int64).view(num_requests, num_nodes)
+
+    def _tp_sync_tokens(self, target_token_RN: torch.Tensor) -> None:
+        from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
+
+        self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, target_token_RN)
+
+    def _add_logprobs(
+        self,
+        batch: Any,
+        logits_output: Any,
+        trees: DraftTrees,
+        target_token_RN: torch.Tensor,
+        committed: Walk,
+    ) -> None:
+        first_node_R = torch.arange(len(batch.reqs), device=self.device) * trees.num_nodes
+        compute_spec_logprobs(
+            batch,
+            logits_output,
+            target_token_RN.reshape(-1),
+            accept_index=committed.path_RP + first_node_R[:, None],
+        )
+
+    # ---- commit ---------------------------------------------------------------------------------------
+
+    def _commit_recurrent_state(
+        self, batch: Any, prefix_R: torch.Tensor, new_seq_lens: torch.Tensor, commit_lens: torch.Tensor
+    ) -> None:
+        if self._need_mamba_verify_commit:
+            self._update_target_mamba_state_after_verify(
+                batch=batch,
+                seq_lens_pre_verify=prefix_R,
+                seq_lens_post_verify=new_seq_lens,
+                commit_lens=commit_lens,
+            )
+
+    def _commit_rows(
+        self,
+        features: torch.Tensor,
+        trees: DraftTrees,
+        committed: Walk,
+        cache_loc_RN: torch.Tensor,
+        plan: Any,
+        prefix_R: torch.Tensor,
+        commit_lens: torch.Tensor,
+    ) -> None:
+        """Move the path's target KV to the front of the window and append its features to the drafter."""
+        num_requests, num_nodes = cache_loc_RN.shape
+        features_RNF = features.view(num_requests, num_nodes, -1)
+        draft_loc_RN = self._draft_write_ids(plan).view(num_requests, num_nodes)
+        width = trees.max_depth + 1
+        if not trees.is_chain:
+            source_RP = cache_loc_RN.gather(1, committed.path_RP)
+            self.target_worker.model_runner.token_to_kv_pool.move_kv_cache(
+                cache_loc_RN[:, :width].reshape(-1), source_RP.reshape(-1)
+            )
+            features_RNF = features_RNF.gather(
+                1, committed.path_RP[:, :, None].expand(-1, -1, features_RNF.shape[-1])
+            )
+        draft_loc_RP = draft_loc_RN[:, :width].contiguous()
+        self._append_target_hidden_to_draft_kv_by_loc(
+            target_hidden=features_RNF.reshape(num_requests * width, -1),
+            cache_loc=draft_loc_RP.reshape(-1),
+            cache_loc_2d=draft_loc_RP,
+            positions=(prefix_R[:, None] + torch.arange(width, device=self.device)).reshape(-1),
+            commit_lens=commit_lens,
+        )
+
+    def _append_target_hidden_to_draft_kv_by_loc(self, *, target_hidden: torch.Tensor, **kwargs: Any) -> None:
+        # Every committed feature row passes here, of prefill, chunks and verify alike: the one capture point.
+        self.tap.take(target_hidden, kwargs.get("commit_lens"))
+        super()._append_target_hidden_to_draft_kv_by_loc(target_hidden=target_hidden, **kwargs)
