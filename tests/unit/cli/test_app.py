@@ -190,7 +190,7 @@ def test_serve_passes_arguments_and_exit_code_through(tmp_path: Path) -> None:
         "--host",
         "127.0.0.1",
         "--port",
-        command[-5],
+        command[-6],
         "--dtype",
         "float32",
     ]
