@@ -1,0 +1,104 @@
+"""Published layouts of config.json, older and newer, give one config."""
+
+from __future__ import annotations
+
+import pytest
+
+from dflash_online.drafter.config import DrafterConfig
+from dflash_online.drafter.hf_config import config_from_json, config_to_json
+from dflash_online.errors import CheckpointError, ConfigError
+
+QWEN3_4B = {
+    "architectures": ["DFlashDraftModel"],
+    "attention_bias": False,
+    "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+    "block_size": 16,
+    "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
+    "dtype": "bfloat16",
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "layer_types": ["full_attention"] * 5,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 5,
+    "model_type": "qwen3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 5,
+    "num_key_value_heads": 8,
+    "num_target_layers": 36,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+
+def newer_layout() -> dict:
+    fields = {k: v for k, v in QWEN3_4B.items() if k not in ("block_size", "num_target_layers", "rope_theta")}
+    fields["dflash_config"] = QWEN3_4B["dflash_config"] | {"block_size": 16, "num_target_layers": 36}
+    return fields | {"rope_parameters": {"rope_theta": 1000000, "rope_type": "default"}}
+
+
+def everything_on_top() -> dict:
+    fields = {k: v for k, v in QWEN3_4B.items() if k != "dflash_config"}
+    return fields | QWEN3_4B["dflash_config"]
+
+
+@pytest.mark.parametrize("fields", [QWEN3_4B, newer_layout(), everything_on_top()])
+def test_every_published_layout_gives_the_same_config(fields):
+    assert config_from_json(fields) == DrafterConfig(
+        hidden_size=2560,
+        intermediate_size=9728,
+        num_layers=5,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        vocab_size=151936,
+        num_target_layers=36,
+        target_layer_ids=(1, 9, 17, 25, 33),
+        mask_token_id=151669,
+        block_size=16,
+    )
+
+
+def test_what_is_written_reads_back():
+    config = config_from_json(QWEN3_4B)
+    assert config_from_json(config_to_json(config)) == config
+
+
+def test_sliding_layers_keep_their_window():
+    types = ["sliding_attention"] * 4 + ["full_attention"]
+    fields = QWEN3_4B | {"layer_types": types, "sliding_window": 2048, "use_sliding_window": True}
+    config = config_from_json(fields)
+    assert (config.layer_types, config.sliding_window) == (tuple(types), 2048)
+    assert config_from_json(config_to_json(config)) == config
+
+
+def test_missing_layer_ids_are_chosen_by_the_width_of_fc_never_by_the_number_of_draft_layers():
+    fields = QWEN3_4B | {"num_hidden_layers": 8, "layer_types": None, "dflash_config": {"mask_token_id": 5}}
+    assert config_from_json(fields, num_features=5).target_layer_ids == (1, 9, 17, 25, 33)
+    with pytest.raises(CheckpointError, match="target_layer_ids must be a list of integers, got None"):
+        config_from_json(fields)
+
+
+@pytest.mark.parametrize("name", ["hidden_size", "vocab_size", "num_target_layers", "rope_theta"])
+def test_a_missing_field_is_named(name):
+    fields = {k: v for k, v in QWEN3_4B.items() if k != name}
+    with pytest.raises(CheckpointError, match=name):
+        config_from_json(fields, path="somewhere")
+
+
+@pytest.mark.parametrize("value", ["16", 16.5, True, [16]])
+def test_a_field_of_the_wrong_type_is_named_with_its_value(value):
+    with pytest.raises(CheckpointError, match="block_size must be an integer"):
+        config_from_json(QWEN3_4B | {"block_size": value})
+
+
+def test_bounds_are_checked_as_for_any_config():
+    nested = {"mask_token_id": 151936, "target_layer_ids": [1, 9]}
+    with pytest.raises(ConfigError, match=r"mask_token_id must be in 0\.\.151935"):
+        config_from_json(QWEN3_4B | {"dflash_config": nested})
