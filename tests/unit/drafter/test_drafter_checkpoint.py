@@ -112,7 +112,8 @@ def test_a_writer_killed_half_way_leaves_no_checkpoint_and_no_half_one_is_loaded
             if event == "open" and str(args[0]).endswith("COMPLETE"):
                 os._exit(9)  # no finally, no except
         sys.addaudithook(die_at_marker)
-        checkpoint.save_checkpoint(Path(sys.argv[1]), config, tensors, training=checkpoint.TrainingInfo(number=1))
+        info = checkpoint.TrainingInfo(number=1)
+        checkpoint.save_checkpoint(Path(sys.argv[1]), config, tensors, training=info)
     """)
     run = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path / "v")], env=child_environment(), timeout=120, check=False

@@ -43,7 +43,8 @@ with torch.no_grad():
         target_hidden=given["features"][None],
     )
     logits = model.compute_logits(hidden, head)[0]
-save_file({"logits": logits.contiguous(), "meta": torch.tensor([model.block_size, model.mask_token_id])}, outputs)
+meta = torch.tensor([model.block_size, model.mask_token_id])
+save_file({"logits": logits.contiguous(), "meta": meta}, outputs)
 """
 
 
