@@ -14,7 +14,7 @@ import httpx
 
 from dflash_online.errors import TrainerServiceError
 
-DEFAULT_TRAINER_URL = "http://127.0.0.1:8400"
+DEFAULT_TRAINER_URL = "http://127.0.0.1:8900"
 
 # Publishing waits for the held-out gate and for the swap, starting for the target's answer.
 _TIMEOUT = httpx.Timeout(300.0, connect=5.0)

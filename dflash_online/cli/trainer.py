@@ -17,15 +17,13 @@ def _group() -> None:
     """Keep `serve` a command of its own although it is the only one."""
 
 
-@app.command(epilog="Example: dflash-online trainer serve --runs runs --port 8400")
+@app.command(epilog="Example: dflash-online trainer serve --runs-dir runs --port 8900")
 def serve(
-    runs: Annotated[Path, typer.Option(help="Folder of runs: database, records, checkpoints.")] = Path(
-        "runs"
-    ),
+    runs_dir: Annotated[Path, typer.Option(help="Folder of database, records, checkpoints.")] = Path("runs"),
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535)] = 8400,
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8900,
     trainer_flags: Annotated[list[str] | None, typer.Argument(help="After `--`: further flags.")] = None,
 ) -> None:
     """Start the trainer service. SIGINT and SIGTERM are passed on; the exit code is the service's."""
-    arguments = ["--runs", str(runs), "--host", host, "--port", str(port), *(trainer_flags or ())]
+    arguments = ["--runs-dir", str(runs_dir), "--host", host, "--port", str(port), *(trainer_flags or ())]
     serve_module("trainer", "trainer", arguments, host, port)

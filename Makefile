@@ -1,0 +1,47 @@
+# Needs Python 3.11 with pip, nothing else. Everything is made inside this folder: .venv, models/, demo-out/.
+#
+#   make demo [MINUTES=10]   the whole loop on a real small model, at most 15 minutes after the install
+#   make check               lint, types, unit tests: under 2 minutes
+#   make test                every test, the real SGLang included: under 20 minutes
+#   make clean               take away what make made
+
+PYTHON ?= python3.11
+MINUTES ?= 10
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+STAMP := $(VENV)/.installed
+REQUIREMENTS := $(addprefix docker/requirements-,sglang-cpu.txt app.txt dev.txt)
+MODEL := models/smollm2-135m
+
+.PHONY: demo test check install clean
+.DEFAULT_GOAL := check
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml $(REQUIREMENTS)
+	@echo "installing into $(VENV): about 7 GB, some minutes the first time"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install $(addprefix --requirement ,$(REQUIREMENTS))
+	@$(PIP) install --no-deps sglang==0.5.23
+	@$(PIP) install --no-deps --editable .
+	@touch $(STAMP)
+
+$(MODEL)/fetched.json: $(STAMP)
+	@$(BIN)/dflash-online model fetch smollm2-135m --to $(MODEL)
+	@touch $@
+
+demo: $(STAMP)
+	@$(BIN)/dflash-online demo --minutes $(MINUTES)
+
+check: $(STAMP)
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/mypy --no-error-summary
+	@$(BIN)/python -m pytest -q tests/unit
+
+test: $(MODEL)/fetched.json
+	@DFLASH_MODEL=$(CURDIR)/$(MODEL) $(BIN)/python -m pytest -q
+
+clean:
+	rm -rf $(VENV) models demo-out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
