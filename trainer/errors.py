@@ -74,7 +74,12 @@ class WorkerLostError(TrainerError):
 
     def __init__(self, exit_code: int, num_restarts: int, window_s: float, detail: str) -> None:
         super().__init__(exit_code, num_restarts, window_s, detail)
-        self.exit_code, self.num_restarts, self.window_s, self.detail = exit_code, num_restarts, window_s, detail
+        self.exit_code, self.num_restarts, self.window_s, self.detail = (
+            exit_code,
+            num_restarts,
+            window_s,
+            detail,
+        )
 
     def __str__(self) -> str:
         restarts = f"{self.num_restarts} restarts in {self.window_s:g} s"

@@ -61,6 +61,7 @@ _HELP = {
     "silence_s": "seconds without a word after which a worker is killed",
     "stop_s": "seconds that a worker has for its last checkpoint",
 }
+_SHORT_FLAGS = {"runs_dir": ("--runs",)}
 _PARSERS: dict[str, Callable[[str], Any]] = {"str": str, "int": int, "float": float, "Path": Path}
 
 
@@ -78,8 +79,13 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> S
         epilog=f"Each flag is also a variable: --runs-dir is {PREFIX}RUNS_DIR. Example: python -m trainer --port 8900",
     )
     for field in fields(Settings):
-        flag = "--" + field.name.replace("_", "-")
-        parser.add_argument(flag, metavar=field.name.upper(), help=f"{_HELP[field.name]} ({getattr(defaults, field.name)})")
+        flags = ["--" + field.name.replace("_", "-"), *_SHORT_FLAGS.get(field.name, ())]
+        parser.add_argument(
+            *flags,
+            dest=field.name,
+            metavar=field.name.upper(),
+            help=f"{_HELP[field.name]} ({getattr(defaults, field.name)})",
+        )
     given = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
     names = {field.name: str(field.type) for field in fields(Settings)}
     from_environment = _from_environment(environment, names)

@@ -116,7 +116,11 @@ class Feed:
             return
         num_bytes = self._largest_bytes(request)
         if num_bytes > self.buffer.bound_bytes:
-            self._drop(plan, DropReason.TOO_LARGE, f"up to {num_bytes} bytes, buffer_bytes is {self.buffer.bound_bytes}")
+            self._drop(
+                plan,
+                DropReason.TOO_LARGE,
+                f"up to {num_bytes} bytes, buffer_bytes is {self.buffer.bound_bytes}",
+            )
             return
         if plan.kind is RecordKind.HELD_OUT:
             num_bytes = 0

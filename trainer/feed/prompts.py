@@ -63,7 +63,9 @@ def load_prompts(config: RunConfig) -> LoadedPrompts:
     source = open_prompts(config.prompts)
     train, held_out = split_prompts(source, config.held_out_share, config.seed)
     if not train:
-        raise ConfigError("prompts", config.prompts, f"a source with train prompts ({source.num_skipped} lines skipped)")
+        raise ConfigError(
+            "prompts", config.prompts, f"a source with train prompts ({source.num_skipped} lines skipped)"
+        )
     return LoadedPrompts(
         train=tuple(train),
         held_out=tuple(held_out[: config.held_out_records]),

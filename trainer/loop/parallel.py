@@ -40,7 +40,9 @@ class Ranks:
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=_TIMEOUT)
         ranks = cls(int(environment["RANK"]), int(environment["WORLD_SIZE"]), device)
-        ranks._control = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+        control = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+        assert isinstance(control, dist.ProcessGroup)  # every rank is a member
+        ranks._control = control
         return ranks
 
     @property

@@ -42,7 +42,10 @@ class StepPlan:
 
     def to_json(self) -> dict[str, Any]:
         """For the other ranks."""
-        return {"step": self.step, "packs": [[[r.seq, r.path, r.num_uses] for r in pack] for pack in self.packs]}
+        return {
+            "step": self.step,
+            "packs": [[[r.seq, r.path, r.num_uses] for r in pack] for pack in self.packs],
+        }
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> StepPlan:
@@ -61,7 +64,12 @@ class LoadedStep:
 
 
 def pick_records(
-    available: Sequence[StoredRecord], config: RunConfig, step: int, pick: torch.Generator, *, is_last_call: bool
+    available: Sequence[StoredRecord],
+    config: RunConfig,
+    step: int,
+    pick: torch.Generator,
+    *,
+    is_last_call: bool,
 ) -> StepPlan | None:
     """Choose the records of a step, or None when there are too few.
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import shutil
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -76,7 +75,9 @@ class Saver:
             )
         except CheckpointError as exc:
             shutil.rmtree(state_path, ignore_errors=True)
-            self._store.events.add(self._run.run_id, EventKind.CHECKPOINT_FAILED, path=exc.path, reason=exc.reason)
+            self._store.events.add(
+                self._run.run_id, EventKind.CHECKPOINT_FAILED, path=exc.path, reason=exc.reason
+            )
             return False
         state = CheckpointState.SAVED
         if publish:
@@ -98,7 +99,9 @@ class Saver:
                 gate=judged,
                 held_out_tau=None if gate is None else gate.new_tau,
             )
-            self._store.events.add(run_id, EventKind.CHECKPOINT, version=version, step=step, state=state.value)
+            self._store.events.add(
+                run_id, EventKind.CHECKPOINT, version=version, step=step, state=state.value
+            )
             if judged is not None:
                 self._store.events.add(run_id, EventKind.GATE, version=version, **judged)
         self._training.parent_version = version
@@ -190,7 +193,9 @@ class Saver:
         return [*found, (first.version, Path(first.path))]
 
     def _evaluate(self, tensors: dict[str, torch.Tensor], records: list[Record]) -> EvaluationResult:
-        return self._run_evaluation(DFlashDrafter.from_tensors(self._training.drafter.config, tensors), records)
+        return self._run_evaluation(
+            DFlashDrafter.from_tensors(self._training.drafter.config, tensors), records
+        )
 
     def _run_evaluation(self, drafter: DFlashDrafter, records: list[Record]) -> EvaluationResult:
         device = self._training.frozen.weight_VH.device

@@ -46,7 +46,11 @@ class Progress:
 
 
 def save_state(
-    path: Path, drafter: nn.Module, optimizer: torch.optim.Optimizer, pick: torch.Generator, progress: Progress
+    path: Path,
+    drafter: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    pick: torch.Generator,
+    progress: Progress,
 ) -> None:
     """Write the folder, whole or not at all; a leftover of that name is replaced.
 
@@ -91,7 +95,9 @@ def load_state(
     return progress
 
 
-def _collect(drafter: nn.Module, optimizer: torch.optim.Optimizer, pick: torch.Generator) -> dict[str, Tensor]:
+def _collect(
+    drafter: nn.Module, optimizer: torch.optim.Optimizer, pick: torch.Generator
+) -> dict[str, Tensor]:
     tensors = {_RANDOM_CPU: torch.get_rng_state(), _RANDOM_PICK: pick.get_state()}
     for name, parameter in drafter.named_parameters():
         tensors[_MASTER + name] = parameter.detach().cpu().contiguous()

@@ -77,7 +77,9 @@ class WorkerLoop:
         with self._store.db.transaction():
             self._store.steps.take_back(self._run_id, step)
             self._store.records.take_back_uses(self._run_id, step)
-        self._store.events.add(self._run_id, EventKind.WORKER_STARTED, step=step, num_ranks=self._ranks.world_size)
+        self._store.events.add(
+            self._run_id, EventKind.WORKER_STARTED, step=step, num_ranks=self._ranks.world_size
+        )
         if self._store.checkpoints.latest(self._run_id) is None:
             self._saver.save(cursor=0, publish=self._config.publish_initial)
 
@@ -112,7 +114,11 @@ class WorkerLoop:
         # A record of the running step may be used again by the next one when it has a use left after it.
         usable = [r for r in available if r.seq not in taken or r.num_uses + 1 < self._config.max_uses]
         return pick_records(
-            usable, self._config, step, self._training.pick, is_last_call=control.is_feed_done and running is None
+            usable,
+            self._config,
+            step,
+            self._training.pick,
+            is_last_call=control.is_feed_done and running is None,
         )
 
     def _train(self, order: dict[str, Any]) -> None:
@@ -172,7 +178,9 @@ class WorkerLoop:
             figures = {"loss": str(outcome.loss), "grad_norm": str(outcome.grad_norm)}
             self._store.events.add(self._run_id, EventKind.STEP_SKIPPED, step=step, **figures)
         if self._num_skipped >= _MAX_SKIPPED_STEPS:
-            raise TrainingDivergedError(f"{self._num_skipped} steps in a row without a finite loss and gradient")
+            raise TrainingDivergedError(
+                f"{self._num_skipped} steps in a row without a finite loss and gradient"
+            )
 
     # -- what is due ------------------------------------------------------------------------------------
 
@@ -221,7 +229,9 @@ class WorkerLoop:
     def _end(self, control: Control, ending: WorkerPhase) -> dict[str, Any]:
         is_final_publish = ending is WorkerPhase.COMPLETED and self._config.publish_final
         publishes = self._publishes_by_itself() and is_final_publish
-        self._save(control, publish=publishes or (self._is_publish_due and ending is not WorkerPhase.SUSPENDED))
+        self._save(
+            control, publish=publishes or (self._is_publish_due and ending is not WorkerPhase.SUSPENDED)
+        )
         return {"do": "end", "phase": ending.value}
 
     def _publishes_by_itself(self) -> bool:
@@ -234,7 +244,9 @@ class WorkerLoop:
         if progress.step > self._last_publish_step:
             by_time, by_steps = config.publish_every_s, config.publish_every_steps
             self._is_publish_due |= by_time is not None and progress.trained_s - self._last_publish >= by_time
-            self._is_publish_due |= by_steps is not None and progress.step - self._last_publish_step >= by_steps
+            self._is_publish_due |= (
+                by_steps is not None and progress.step - self._last_publish_step >= by_steps
+            )
         publish = self._is_publish_due and self._saver.gate_is_ready()
         if publish or progress.trained_s - self._last_save >= config.checkpoint_every_s:
             self._save(control, publish=publish)

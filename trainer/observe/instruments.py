@@ -1,6 +1,6 @@
 """Metrics that only this process can measure: latencies and retries.
 
-    feed --observe--> [ Instruments ] --> GET /metrics      (all other series are read from the store)
+feed --observe--> [ Instruments ] --> GET /metrics      (all other series are read from the store)
 """
 
 from __future__ import annotations

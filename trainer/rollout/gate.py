@@ -36,4 +36,7 @@ def decide(config: GateConfig, *, new_tau: float, old_tau: float) -> tuple[bool,
     bound = (1 + config.min_gain) * old_tau
     passed = new_tau >= bound
     relation = ">=" if passed else "<"
-    return passed, f"held-out tau {new_tau:.3f} {relation} {bound:.3f} = (1 {config.min_gain:+g}) * {old_tau:.3f}"
+    return (
+        passed,
+        f"held-out tau {new_tau:.3f} {relation} {bound:.3f} = (1 {config.min_gain:+g}) * {old_tau:.3f}",
+    )

@@ -131,7 +131,11 @@ class Guard:
             # Nothing to roll back to: keep serving, say so once.
             self._given_up.add(new.version)
             self._store.events.add(
-                self._run.run_id, EventKind.PUBLISH_FAILED, version=new.version, reason=str(error), will_retry=False
+                self._run.run_id,
+                EventKind.PUBLISH_FAILED,
+                version=new.version,
+                reason=str(error),
+                will_retry=False,
             )
 
 

@@ -161,7 +161,11 @@ class Publisher:
 
     def _tell_failure(self, row: CheckpointRow, error: TargetError, *, will_retry: bool) -> None:
         self._store.events.add(
-            self._run_id, EventKind.PUBLISH_FAILED, version=row.version, reason=str(error), will_retry=will_retry
+            self._run_id,
+            EventKind.PUBLISH_FAILED,
+            version=row.version,
+            reason=str(error),
+            will_retry=will_retry,
         )
 
     def _tell_success(self, row: CheckpointRow, committed: dict[str, dict[str, Any]]) -> None:

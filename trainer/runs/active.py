@@ -8,8 +8,7 @@ The worker's end is the run's end. A fault in any task ends all of them. Runs on
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from dflash_online.errors import TargetIdentityError
@@ -69,17 +68,18 @@ class ActiveRun:
             ExceptionGroup: a task failed; the worker is gone.
         """
         try:
-            async with asyncio.TaskGroup() as group, _cancelled_at_exit(group, self._background()):
+            async with asyncio.TaskGroup() as group:
+                parts = (self.feed.run(), self.publisher.run(), self.guard.run())
+                background = [group.create_task(part) for part in parts]
                 phase = await self.supervisor.run()
                 self.feed.pause()
                 if phase is not WorkerPhase.SUSPENDED:
                     await self.publisher.drain(_DRAIN_S)
+                for task in background:
+                    task.cancel()
         finally:
             await self.targets.aclose()
         return phase
-
-    def _background(self) -> tuple[Callable[[], object], ...]:
-        return (self.feed.run, self.publisher.run, self.guard.run)
 
     def open(self) -> None:
         """Capture, train, publish."""
@@ -104,16 +104,3 @@ class ActiveRun:
         self._store.runs.set_desired(self.run_id, desired)
         self.feed.pause()
         self.supervisor.end_within(within_s)
-
-
-@contextlib.asynccontextmanager
-async def _cancelled_at_exit(
-    group: asyncio.TaskGroup, background: tuple[Callable[[], object], ...]
-) -> AsyncIterator[None]:
-    """Background tasks that are cancelled once the body is done."""
-    tasks = [group.create_task(start()) for start in background]  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -27,7 +28,7 @@ def _require(name: str, value: object, bound: str, holds: bool) -> None:
         raise ConfigError(name, value, bound)
 
 
-def _require_at_least(prefix: str, owner: object, bounds: dict[str, float]) -> None:
+def _require_at_least(prefix: str, owner: object, bounds: Mapping[str, float]) -> None:
     """Each named number of `owner`, when given, is finite and not below its bound."""
     for name, low in bounds.items():
         value = getattr(owner, name)
@@ -79,7 +80,7 @@ class DrafterSpec:
 
     def __post_init__(self) -> None:
         lows = {"num_layers": 1, "block_size": 2, "mask_token_id": 0, "intermediate_size": 1}
-        _require_at_least("drafter.", self, dict(lows))
+        _require_at_least("drafter.", self, lows)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -205,14 +206,22 @@ class RunConfig:
     def __post_init__(self) -> None:
         _require("target_urls", self.target_urls, "at least one URL", len(self.target_urls) >= 1)
         for url in self.target_urls:
-            _require("target_urls", url, "an http:// or https:// URL", url.startswith(("http://", "https://")))
+            _require(
+                "target_urls", url, "an http:// or https:// URL", url.startswith(("http://", "https://"))
+            )
         share = self.held_out_share
         _require("held_out_share", share, "in [0, 1)", 0 <= share < 1)
-        lows = {"epochs": 1, "held_out_records": 0, "capture_concurrency": 1, "buffer_bytes": 1, "max_uses": 1}
+        lows = {
+            "epochs": 1,
+            "held_out_records": 0,
+            "capture_concurrency": 1,
+            "buffer_bytes": 1,
+            "max_uses": 1,
+        }
         lows |= {"records_per_step": 1, "anchors_per_step": 1, "packs_per_step": 1, "chunk_slots": 1}
         lows |= {"max_steps": 1, "publish_every_steps": 1, "keep_checkpoints": 1, "num_ranks": 1}
         lows |= {"worker_threads": 0, "seed": 0}
-        _require_at_least("", self, dict(lows))
+        _require_at_least("", self, lows)
         for name in ("max_minutes", "publish_every_s", "checkpoint_every_s"):
             value = getattr(self, name)
             _require(name, value, "above 0 and finite", value is None or 0 < value < math.inf)

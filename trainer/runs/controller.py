@@ -67,7 +67,9 @@ class RunController:
         async with self._turn:
             if self._active is not None:
                 alive = self._store.runs.get(self._active.run_id)
-                raise RunStateError("start a run", f"{alive.state} ({alive.run_id})", "stopped, completed or failed")
+                raise RunStateError(
+                    "start a run", f"{alive.state} ({alive.run_id})", "stopped, completed or failed"
+                )
             resolved, inputs = await resolve(config)
             run_id = f"run-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
             self._store.runs.add(run_id, config, resolved)
@@ -184,7 +186,7 @@ class RunController:
         """The outermost loop of a run: every error ends here, as the state `failed`."""
         try:
             phase = await active.run()
-        except Exception as error:  # noqa: BLE001 (outermost loop of a run)
+        except Exception as error:
             logger.error("run %s failed", active.run_id, exc_info=error)
             self._active = None
             self._finish(active.run_id, RunState.FAILED, _reason(error))
@@ -203,7 +205,11 @@ class RunController:
             self._move(self._active.run_id, RunState.RUNNING, action="run")
 
     def _on_alarm(self, error: TargetIdentityError) -> None:
-        if self._active is None or self._state() not in (RunState.STARTING, RunState.RUNNING, RunState.PAUSED):
+        if self._active is None or self._state() not in (
+            RunState.STARTING,
+            RunState.RUNNING,
+            RunState.PAUSED,
+        ):
             return  # alarmed already, or ending
         self._active.halt()
         self._store.events.add(
@@ -225,7 +231,9 @@ class RunController:
         finished_at = now() if state in TERMINAL else None
         with self._store.db.transaction():
             self._store.runs.set_state(run_id, state, reason, finished_at=finished_at)
-            self._store.events.add(run_id, EventKind.STATE, before=before.value, state=state.value, reason=reason)
+            self._store.events.add(
+                run_id, EventKind.STATE, before=before.value, state=state.value, reason=reason
+            )
 
     def _finish(self, run_id: str, state: RunState, reason: str) -> None:
         """End a run from any state; a completion first passes through the states that lead to it."""
@@ -256,5 +264,3 @@ def _reason(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return str(error) if isinstance(error, DflashOnlineError) else f"{type(error).__name__}: {error}"
-
-

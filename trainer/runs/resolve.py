@@ -69,11 +69,15 @@ def _target_folder(config: RunConfig, info: dict[str, Any]) -> str:
     path = config.target_path or str(info.get("target", {}).get("path", ""))
     folder = Path(path).expanduser()
     if not (folder / "config.json").is_file():
-        raise ConfigError("target_path", path, "a folder on this machine with the target's config.json and weights")
+        raise ConfigError(
+            "target_path", path, "a folder on this machine with the target's config.json and weights"
+        )
     return str(folder.resolve())
 
 
-def _resolve_first(config: RunConfig, info: dict[str, Any], folder: str, *, num_held_out: int) -> ResolvedTarget:
+def _resolve_first(
+    config: RunConfig, info: dict[str, Any], folder: str, *, num_held_out: int
+) -> ResolvedTarget:
     served = info.get("drafter") or {}
     version = str(served.get("version") or "none")
     try:
@@ -107,9 +111,13 @@ def _check_drafter(
     """The drafter must read the layers that are hooked and fill the blocks that are verified."""
     wanted = fitted.target_layer_ids if config.warm_start else config.drafter.layer_ids or resolved.layer_ids
     if tuple(wanted) != resolved.layer_ids:
-        raise ConfigError("drafter.layer_ids", list(wanted), f"those that the target hooks: {list(resolved.layer_ids)}")
+        raise ConfigError(
+            "drafter.layer_ids", list(wanted), f"those that the target hooks: {list(resolved.layer_ids)}"
+        )
     for info in infos:
         served = info.get("drafter") or {}
         for name, value in (("block_size", fitted.block_size), ("mask_token_id", fitted.mask_token_id)):
             if served.get(name) is not None and served[name] != value:
-                raise ConfigError(f"drafter.{name}", value, f"{served[name]}, as the drafter that the target serves")
+                raise ConfigError(
+                    f"drafter.{name}", value, f"{served[name]}, as the drafter that the target serves"
+                )

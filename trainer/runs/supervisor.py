@@ -53,7 +53,12 @@ class Supervisor:
     """One run's worker."""
 
     def __init__(
-        self, store: Store, run_id: str, config: RunConfig, bounds: SupervisorConfig, on_ready: Callable[[], None]
+        self,
+        store: Store,
+        run_id: str,
+        config: RunConfig,
+        bounds: SupervisorConfig,
+        on_ready: Callable[[], None],
     ) -> None:
         self._store, self._run_id, self._config = store, run_id, config
         self._bounds, self._on_ready = bounds, on_ready
@@ -125,7 +130,11 @@ class Supervisor:
             self._restarts.popleft()
         detail = self._detail()
         self._store.events.add(
-            self._run_id, EventKind.WORKER_LOST, exit_code=code, detail=detail, num_restarts=len(self._restarts)
+            self._run_id,
+            EventKind.WORKER_LOST,
+            exit_code=code,
+            detail=detail,
+            num_restarts=len(self._restarts),
         )
         if phase is WorkerPhase.BROKEN or len(self._restarts) >= self._bounds.max_restarts:
             raise WorkerLostError(code, len(self._restarts), self._bounds.restart_window_s, detail)

@@ -1,12 +1,12 @@
 """Checkpoints of a run, and how far each got on its way into the target.
 
-    worker --add--> [ checkpoints ] <--published, rolled back-- rollout
+worker --add--> [ checkpoints ] <--published, rolled back-- rollout
 
-    saved                                     kept for a restart of the worker only
-    candidate -> published -> rolled_back     passed the gate; committed on every target; taken back
-             \\-> superseded                   a newer candidate came before it was committed
-             \\-> rejected                     the target refused it
-    held_back                                 did not pass the gate
+saved                                     kept for a restart of the worker only
+candidate -> published -> rolled_back     passed the gate; committed on every target; taken back
+         \\-> superseded                   a newer candidate came before it was committed
+         \\-> rejected                     the target refused it
+held_back                                 did not pass the gate
 """
 
 from __future__ import annotations
@@ -99,7 +99,10 @@ class CheckpointTable:
 
     def set_state(self, run_id: str, number: int, state: CheckpointState) -> None:
         """Move one checkpoint along its way."""
-        moment = {CheckpointState.PUBLISHED: "published_at", CheckpointState.ROLLED_BACK: "rolled_back_at"}.get(state)
+        moment = {
+            CheckpointState.PUBLISHED: "published_at",
+            CheckpointState.ROLLED_BACK: "rolled_back_at",
+        }.get(state)
         also = f", {moment} = ?" if moment else ""
         self._db.execute(
             f"UPDATE checkpoints SET state = ?{also} WHERE run_id = ? AND number = ?",

@@ -88,7 +88,9 @@ class Database:
     def _create(self) -> None:
         found = self._connection.execute("PRAGMA user_version").fetchone()[0]
         if found not in (0, SCHEMA_VERSION):
-            raise StoreError(str(self.path), f"has schema version {found}, this trainer writes {SCHEMA_VERSION}")
+            raise StoreError(
+                str(self.path), f"has schema version {found}, this trainer writes {SCHEMA_VERSION}"
+            )
         if found == 0:
             self._connection.executescript(_SCHEMA)
             self._connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")

@@ -71,8 +71,12 @@ class EventTable:
     def latest(self, run_id: str, *, limit: int = 50) -> list[Event]:
         """The last events, oldest first."""
         rows = self._db.all("SELECT * FROM events WHERE run_id = ? ORDER BY seq DESC LIMIT ?", run_id, limit)
-        return [Event(seq=r["seq"], time=r["time"], kind=r["kind"], data=from_json(r["data"])) for r in rows[::-1]]
+        return [
+            Event(seq=r["seq"], time=r["time"], kind=r["kind"], data=from_json(r["data"])) for r in rows[::-1]
+        ]
 
     def count(self, run_id: str, kind: EventKind) -> int:
         """Events of one kind."""
-        return self._db.number("SELECT COUNT(*) FROM events WHERE run_id = ? AND kind = ?", run_id, kind.value)
+        return self._db.number(
+            "SELECT COUNT(*) FROM events WHERE run_id = ? AND kind = ?", run_id, kind.value
+        )

@@ -104,7 +104,14 @@ class RecordTable:
             self._db.execute(
                 "INSERT INTO records (run_id, record_id, kind, position, path, num_bytes, num_tokens,"
                 " num_supervised, drafter_version, state, reason, time) VALUES (?,?,?,?,?,?,?,?,?,?,?,?)",
-                *(run_id, record.record_id, record.kind.value, record.position, record.path, record.num_bytes),
+                *(
+                    run_id,
+                    record.record_id,
+                    record.kind.value,
+                    record.position,
+                    record.path,
+                    record.num_bytes,
+                ),
                 *(record.num_tokens, record.num_supervised, record.drafter_version, state, reason, now()),
             )
         except sqlite3.IntegrityError:  # record_id is the only rule that a new row can break
@@ -142,7 +149,9 @@ class RecordTable:
         """Count one use of each record, by that step."""
         with self._db.transaction():
             for seq in seqs:
-                self._db.execute("INSERT INTO uses (run_id, step, record_seq) VALUES (?, ?, ?)", run_id, step, seq)
+                self._db.execute(
+                    "INSERT INTO uses (run_id, step, record_seq) VALUES (?, ?, ?)", run_id, step, seq
+                )
                 self._db.execute("UPDATE records SET num_uses = num_uses + 1 WHERE seq = ?", seq)
 
     def take_back_uses(self, run_id: str, after_step: int) -> None:
@@ -177,7 +186,8 @@ class RecordTable:
     def num_dropped_held_out(self, run_id: str) -> int:
         """Held-out prompts that will never give a record."""
         return self._db.number(
-            "SELECT COUNT(*) FROM records WHERE run_id = ? AND kind = 'held_out' AND state = 'dropped'", run_id
+            "SELECT COUNT(*) FROM records WHERE run_id = ? AND kind = 'held_out' AND state = 'dropped'",
+            run_id,
         )
 
     def paths(self, run_id: str) -> set[str]:
@@ -197,12 +207,13 @@ class RecordTable:
             run_id,
         )
         assert row is not None  # an aggregate always gives one row
-        return RecordTotals(**{name: int(row[name] or 0) for name in row.keys()})  # noqa: SIM118 (sqlite3.Row)
+        return RecordTotals(**{name: int(row[name] or 0) for name in row.keys()})
 
     def dropped(self, run_id: str) -> dict[DropReason, int]:
         """Dropped prompts by reason; every reason is present."""
         rows = self._db.all(
-            "SELECT reason, COUNT(*) AS n FROM records WHERE run_id = ? AND state = 'dropped' GROUP BY reason", run_id
+            "SELECT reason, COUNT(*) AS n FROM records WHERE run_id = ? AND state = 'dropped' GROUP BY reason",
+            run_id,
         )
         counts = {row["reason"]: row["n"] for row in rows}
         return {reason: counts.get(reason.value, 0) for reason in DropReason}
@@ -225,7 +236,9 @@ class AddedPromptTable:
         with self._db.transaction():
             for item in items:
                 self._db.execute(
-                    "INSERT INTO added_prompts (run_id, item, state) VALUES (?, ?, 'waiting')", run_id, to_json(item)
+                    "INSERT INTO added_prompts (run_id, item, state) VALUES (?, ?, 'waiting')",
+                    run_id,
+                    to_json(item),
                 )
 
     def waiting(self, run_id: str, *, limit: int) -> list[tuple[int, dict[str, Any]]]:

@@ -135,7 +135,9 @@ class RunTable:
 
     def all(self) -> list[RunRow]:
         """All runs, newest first."""
-        return [_run_row(row) for row in self._db.all("SELECT * FROM runs ORDER BY created_at DESC, rowid DESC")]
+        return [
+            _run_row(row) for row in self._db.all("SELECT * FROM runs ORDER BY created_at DESC, rowid DESC")
+        ]
 
     def set_state(self, run_id: str, state: RunState, reason: str, *, finished_at: float | None) -> None:
         """Record a transition; the controller checked it."""

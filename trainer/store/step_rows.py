@@ -1,6 +1,6 @@
 """Metrics of training steps: one row per step.
 
-    worker rank 0 --add--> [ steps ] --latest, since--> status, metrics, dashboard
+worker rank 0 --add--> [ steps ] --latest, since--> status, metrics, dashboard
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ class StepTable:
     def since(self, run_id: str, step: int, *, limit: int = 1000) -> list[StepMetrics]:
         """Steps above `step`, oldest first."""
         rows = self._db.all(
-            "SELECT metrics FROM steps WHERE run_id = ? AND step > ? ORDER BY step LIMIT ?", run_id, step, limit
+            "SELECT metrics FROM steps WHERE run_id = ? AND step > ? ORDER BY step LIMIT ?",
+            run_id,
+            step,
+            limit,
         )
         return [_metrics(row["metrics"]) for row in rows]
 

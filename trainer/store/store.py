@@ -1,11 +1,11 @@
 """All tables of the runs folder in one object, and where each run keeps its files.
 
-    <runs>/runs.sqlite
-    <runs>/<run>/buffer/*.rec         train records (wire format v1)
-    <runs>/<run>/held_out/*.rec       held-out records
-    <runs>/<run>/checkpoints/v000004/ drafter folder, loadable by SGLang
-    <runs>/<run>/state/v000004/       optimizer, random state, data cursor of the same moment
-    <runs>/<run>/worker.log
+<runs>/runs.sqlite
+<runs>/<run>/buffer/*.rec         train records (wire format v1)
+<runs>/<run>/held_out/*.rec       held-out records
+<runs>/<run>/checkpoints/v000004/ drafter folder, loadable by SGLang
+<runs>/<run>/state/v000004/       optimizer, random state, data cursor of the same moment
+<runs>/<run>/worker.log
 """
 
 from __future__ import annotations
