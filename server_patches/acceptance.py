@@ -35,7 +35,7 @@ class StepCounter(Protocol):
 
 
 class AcceptanceCounter:
-    """Histograms per (drafter version, policy). Entry a counts steps of one request with a accepted drafts."""
+    """Histograms per (drafter version, policy). Entry a counts steps of a request with a accepted drafts."""
 
     def __init__(self, series: StepCounter | None = None) -> None:
         self._histograms: dict[tuple[str, str], list[int]] = defaultdict(list)

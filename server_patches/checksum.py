@@ -22,7 +22,7 @@ _CHUNK_BYTES = 64 << 20
 def _byte_chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
     flat = tensor.detach().contiguous().view(torch.uint8).reshape(-1)
     for start in range(0, flat.numel(), _CHUNK_BYTES):
-        yield memoryview(flat[start : start + _CHUNK_BYTES].cpu().numpy())
+        yield flat[start : start + _CHUNK_BYTES].cpu().numpy().data
 
 
 def target_checksum(model: torch.nn.Module) -> str:

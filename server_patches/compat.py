@@ -50,8 +50,8 @@ PATCHED_NAMES = (
     PatchedName(
         f"{_SRT}.managers.scheduler.Scheduler.handle_generate_request",
         "before",
-        "a prefix cached with an older drafter's context keys would lower acceptance: its cache key carries the"
-        " drafter version",
+        "a prefix cached with an older drafter's context keys would lower acceptance: the cache key carries"
+        " the drafter version",
         "upstream refreshes or versions drafter KV in the prefix cache",
     ),
     PatchedName(

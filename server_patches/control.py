@@ -29,15 +29,15 @@ from dflash_online.errors import (
 POLL_S = 0.02
 
 
-class DflashControlReqInput(BaseReq, kw_only=True):
+class DflashControlReqInput(BaseReq, kw_only=True):  # type: ignore[call-arg]
     """A call of one scheduler method by name."""
 
     method: str
     body: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
-class DflashControlReqOutput(BaseReq, kw_only=True):
-    """Its answer: `response` on success, else `error` with `type`, `message` and perhaps `field`, `value`, `bound`."""
+class DflashControlReqOutput(BaseReq, kw_only=True):  # type: ignore[call-arg]
+    """Its answer: `response`, or `error` with `type`, `message` and perhaps `field`, `value`, `bound`."""
 
     response: dict[str, Any] | None = None
     error: dict[str, Any] | None = None

@@ -56,6 +56,9 @@ class LaunchConfig:
     capture_tokens: int = 4096
     """Tokens, response included, that a slot holds."""
     ready_timeout_s: float = 900.0
+    cpu_threads: int | None = None
+    """Compute threads of the server on a machine without a GPU; None: one per core. Two processes that
+    both compute with all cores are many times slower than two that share the cores out: then set it."""
     flags: tuple[str, ...] = ()
     """Passed to SGLang as they are."""
 
@@ -66,6 +69,8 @@ class LaunchConfig:
             raise ConfigError("capture_slots", self.capture_slots, "in 1..4096")
         if self.capture_tokens < 16:
             raise ConfigError("capture_tokens", self.capture_tokens, ">= 16")
+        if self.cpu_threads is not None and self.cpu_threads < 1:
+            raise ConfigError("cpu_threads", self.cpu_threads, ">= 1")
         if self.ready_timeout_s <= 0:
             raise ConfigError("ready_timeout_s", self.ready_timeout_s, "> 0 seconds")
         owned = ("--speculative-", "--model-path", "--model", "--host", "--port", "--dtype", "--device")
@@ -109,6 +114,8 @@ def make_environment(config: LaunchConfig, folder: Path, slot_bytes: int, *, on_
     }
     if not on_gpu:
         environment["SGLANG_USE_CPU_ENGINE"] = "1"
+        if config.cpu_threads is not None:
+            environment["OMP_NUM_THREADS"] = str(config.cpu_threads)
         if not _has_real_kernels():
             paths = [str(_CPU_STAND_IN), *filter(None, [environment.get("PYTHONPATH")])]
             environment["PYTHONPATH"] = os.pathsep.join(paths)
@@ -251,6 +258,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, ...")
     parser.add_argument("--capture-slots", type=int, default=32, help="captures in flight at most")
     parser.add_argument("--capture-tokens", type=int, default=4096, help="tokens that one slot holds")
+    parser.add_argument("--cpu-threads", type=int, help="compute threads without a GPU (default: all cores)")
     parser.add_argument("--ready-timeout-s", type=float, default=900.0)
     parser.add_argument(
         "--list-patches", action="store_true", help="print every upstream name touched, and why"

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import os
 import uuid
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -28,10 +30,12 @@ from server_patches.capture.session import (
     CaptureSession,
     CaptureShedError,
     TargetFacts,
+    run_short_request,
 )
 from server_patches.capture.slots import CAPTURE_DIR_ENV, SlotPool
 from server_patches.compat import SGLANG_VERSION
 from server_patches.control import ERROR_STATUS, CallError, call, describe_error
+from server_patches.probe import probe_key
 
 CAPTURE_SLOTS_ENV, CAPTURE_SLOT_BYTES_ENV = "DFLASH_CAPTURE_SLOTS", "DFLASH_CAPTURE_SLOT_BYTES"
 
@@ -73,6 +77,12 @@ class CaptureBody(StrictBody):
         return self
 
 
+class ProbeBody(StrictBody):
+    """Body of POST /dflash/probe."""
+
+    input_ids: list[int] = Field(min_length=1)
+
+
 class StageBody(StrictBody):
     path: str = Field(min_length=1)
 
@@ -96,6 +106,8 @@ class TypedErrorRoute(APIRoute):
         async def with_typed_errors(request: Request) -> Response:
             try:
                 return await handle(request)
+            except RequestValidationError as exc:
+                return _error(422, _describe_invalid_body(exc))
             except CallError as exc:
                 return _error(exc.status, {"type": exc.kind, "message": exc.message} | exc.fields)
             except CaptureShedError as exc:
@@ -105,6 +117,21 @@ class TypedErrorRoute(APIRoute):
                 return _error(ERROR_STATUS.get(type(exc).__name__, 500), describe_error(exc))
 
         return with_typed_errors
+
+
+def _describe_invalid_body(error: RequestValidationError) -> dict[str, Any]:
+    """Pydantic's first complaint in the shape of our errors; SGLang's own handler would drop the field."""
+    first = error.errors()[0]
+    field = ".".join(str(part) for part in first["loc"] if part != "body") or "body"
+    message = f"{field}: {first['msg']}"
+    bound = first["msg"]
+    return {
+        "type": "ConfigError",
+        "message": message,
+        "field": field,
+        "value": repr(first["input"]),
+        "bound": bound,
+    }
 
 
 def _error(status: int, described: dict[str, Any], headers: dict[str, str] | None = None) -> JSONResponse:
@@ -223,9 +250,7 @@ def _plan(body: CaptureBody, tokenizer: Any, vocab_size: int) -> CapturePlan:
         ids = tokenizer.encode(body.text)
     else:
         ids = list(body.input_ids or [])
-    beyond = [token for token in ids if not 0 <= token < vocab_size]
-    if beyond:
-        raise ConfigError("input_ids", beyond[0], f"in 0..{vocab_size - 1} (target vocabulary)")
+    _require_in_vocabulary(ids, vocab_size)
     if is_prefill and len(ids) < 2:
         raise ConfigError("input_ids", len(ids), "at least 2 tokens long in mode prefill")
     last_end = 0
@@ -242,6 +267,12 @@ def _plan(body: CaptureBody, tokenizer: Any, vocab_size: int) -> CapturePlan:
         cursor=body.cursor,
         source=body.source or (RecordSource.CONVERSATION if is_prefill else RecordSource.PROMPT),
     )
+
+
+def _require_in_vocabulary(token_ids: Sequence[int], vocab_size: int) -> None:
+    beyond = [token for token in token_ids if not 0 <= token < vocab_size]
+    if beyond:
+        raise ConfigError("input_ids", beyond[0], f"in 0..{vocab_size - 1} (target vocabulary)")
 
 
 @router.get("/drafter")
@@ -270,6 +301,19 @@ async def _swap(method: str, **body: Any) -> dict[str, Any]:
     manager = _tokenizer_manager()
     swapped = await call(manager, method, **body)
     return swapped | await call(manager, "checksums")
+
+
+@router.post("/probe")
+async def post_probe(body: ProbeBody, request: Request) -> Response:
+    """Context keys and block output of the live drafter for one text."""
+    manager = _tokenizer_manager()
+    info = await call(manager, "info")
+    _require_in_vocabulary(body.input_ids, info["model"]["vocab_size"])
+    probe_id = uuid.uuid4().hex
+    await run_short_request(manager, request, body.input_ids, probe_key(probe_id))
+    answer = await call(manager, "probe_finish", probe_id=probe_id)
+    headers = {"X-Drafter-Version": answer["drafter_version"]}
+    return Response(answer["tensors"], media_type="application/x-safetensors", headers=headers)
 
 
 @router.put("/policy")

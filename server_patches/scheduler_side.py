@@ -10,11 +10,14 @@ import os
 from dataclasses import asdict
 from typing import Any
 
+from safetensors.torch import save as serialize
+
 from dflash_online.errors import ConfigError
 from dflash_online.tree.policy import Policy, PolicyMode
 from server_patches.acceptance import AcceptanceCounter, StepCounter, count_resolved_step
 from server_patches.capture.slots import CaptureKey
-from server_patches.control import ControlHandler, DflashControlReqInput
+from server_patches.control import ControlHandler, DflashControlReqInput, StateConflictError
+from server_patches.probe import is_probe_key
 from server_patches.swap import DrafterSwap, require_one_data_parallel_rank
 
 CACHE_KEY_PREFIX = "dflash-drafter"
@@ -36,6 +39,7 @@ class SchedulerSide:
             ("policy", self.set_policy),
             ("acceptance", self.report_acceptance),
             ("capture_finish", self.finish_capture),
+            ("probe_finish", self.finish_probe),
         ):
             self.control.register(name, method)
 
@@ -86,6 +90,13 @@ class SchedulerSide:
         """End a capture; the reply says which of its rows arrived."""
         return self.worker.tap.finish(str(body["capture_id"]), int(body["num_rows"]))
 
+    def finish_probe(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The probe's tensors as safetensors bytes, with the version that computed them."""
+        answer = self.worker.probe.finish(str(body["probe_id"]))
+        if answer is None:
+            raise StateConflictError("nothing was drafted: the policy must be chain, at this batch size too")
+        return {"tensors": serialize(answer), "drafter_version": self.swap.live.version}
+
     def count_step(self, result: Any, batch: Any) -> None:
         """Called where SGLang resolves a verify step on the host."""
         count_resolved_step(self.acceptance, result, batch)
@@ -96,7 +107,7 @@ class SchedulerSide:
 
     def cache_key(self, extra_key: str | None) -> str:
         """The request's prefix-cache key, bound to the live drafter; captures have one of their own."""
-        if CaptureKey.parse(extra_key) is not None:
+        if CaptureKey.parse(extra_key) is not None or is_probe_key(extra_key):
             return str(extra_key)
         own = f"{CACHE_KEY_PREFIX}:{self.swap.live.version}"
         return f"{extra_key}|{own}" if extra_key else own

@@ -154,7 +154,7 @@ class DrafterSwap:
         try:
             self._load(wanted.checkpoint)
         except (RuntimeError, ValueError, AssertionError) as exc:
-            # Shapes were checked, so this is a fault of the loader: put the old weights back before serving on.
+            # Shapes were checked, so this is a fault of the loader: put the old weights back, then serve on.
             self._load(self.live.checkpoint)
             raise CheckpointError(wanted.path, f"could not be loaded, old drafter kept: {exc}") from exc
         self.previous, self.live = self.live, wanted

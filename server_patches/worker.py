@@ -10,7 +10,8 @@ own distribution (argmax, or one sample after temperature, top-k, top-p, min-p),
 is that of plain decoding at any temperature. Knows nothing of HTTP; policy, capture and swap reach in
 through attributes between two steps.
 
-Shape letters: R = requests, B = block, D = drafts, N = nodes, P = path, H = hidden, F = features, V = vocabulary.
+Shape letters: R = requests, B = block, D = drafts, N = nodes, P = path, H = hidden, F = features,
+V = vocabulary.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from dflash_online.tree.policy import Policy, PolicyMode
 from dflash_online.tree.walk import Walk, walk
 from server_patches.acceptance import StepTag
 from server_patches.capture.tap import CaptureTap
+from server_patches.probe import DrafterProbe
 
 
 class DflashOnlineWorker(DFlashWorkerV2):
@@ -64,6 +66,7 @@ class DflashOnlineWorker(DFlashWorkerV2):
         self.policy = Policy(mode=PolicyMode.CHAIN, num_nodes=self.block_size - 1)
         self.drafter_version = "none"
         self.tap = CaptureTap(is_writer=get_parallel().tp_rank == 0)
+        self.probe = DrafterProbe()
         self._slot_offset_B = torch.arange(self.block_size, device=self.device)
 
     # ---- one step -------------------------------------------------------------------------------------
@@ -127,7 +130,7 @@ class DflashOnlineWorker(DFlashWorkerV2):
             routed_experts_output=target_out.routed_experts_output,
             indexer_topk_output=target_out.indexer_topk_output,
         )
-        result.dflash_step = StepTag(self.drafter_version, trees.max_depth)  # type: ignore[attr-defined]
+        result.dflash_step = StepTag(self.drafter_version, trees.max_depth)
         return result
 
     # ---- draft ----------------------------------------------------------------------------------------
@@ -175,9 +178,10 @@ class DflashOnlineWorker(DFlashWorkerV2):
         with torch.inference_mode(), draft_tp_context(self.draft_parallel_layout):
             draft_out = self.draft_model_runner.forward(forward_batch)
         num_drafts = self.block_size - 1
+        hidden_RBH = draft_out.logits_output.hidden_states.view(num_requests, self.block_size, -1)
+        self.probe.take(self, batch, block_id_RB, hidden_RBH)
         if self._draft_sampler is not None and draft_out.can_run_graph:
             return self._draft_sampler.out[: num_requests * num_drafts].view(num_requests, num_drafts)
-        hidden_RBH = draft_out.logits_output.hidden_states.view(num_requests, self.block_size, -1)
         with draft_tp_context(self.draft_parallel_layout):
             draft = self._greedy_sample_from_vocab_parallel_head(
                 hidden_states=hidden_RBH[:, 1:, :].reshape(-1, hidden_RBH.shape[-1]),

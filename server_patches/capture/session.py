@@ -1,6 +1,6 @@
 """One capture, from the request to the record: the HTTP process's side.
 
-    CaptureBody -> free slot -> generate (or prefill) with a cache key of its own -> rows complete? -> record frames
+    CaptureBody -> free slot -> generate (or prefill), own cache key -> rows complete? -> record frames
 
 Runs on SGLang's event loop. The slot is held until the record has been sent or the client has gone; a client
 that vanishes aborts its generation. Fails with CaptureShedError (503), ConfigError (422), CaptureError (500).
@@ -160,6 +160,19 @@ class CaptureSession:
         if self._plan.is_prefill_only:
             return (), "prefill"
         return tuple(int(t) for t in last["output_ids"]), str(reason["type"])
+
+
+async def run_short_request(
+    tokenizer_manager: Any, http_request: Any, input_ids: list[int], extra_key: str
+) -> None:
+    """One prefill and one verify step of a text, for the probe."""
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    # The first token comes from the prefill, the second from a verify step.
+    sampling = {"max_new_tokens": 2, "temperature": 0.0, "ignore_eos": True}
+    request = GenerateReqInput(input_ids=input_ids, sampling_params=sampling, extra_key=extra_key)
+    async for _ in tokenizer_manager.generate_request(request, http_request):
+        pass
 
 
 def _max_new_tokens(plan: CapturePlan) -> int:

@@ -56,7 +56,7 @@ def open_slot(slot: int, row_width: int) -> torch.Tensor:
 
 
 class SlotPool:
-    """All slots of a server. Used from the HTTP process's event loop; the lock guards generator finalisers."""
+    """All slots of a server. Used from the HTTP event loop; the lock guards generator finalisers."""
 
     def __init__(self, num_slots: int, slot_bytes: int) -> None:
         self.num_slots, self.slot_bytes = num_slots, slot_bytes

@@ -136,7 +136,8 @@ class CaptureTap:
         """End a capture: later rows of it are ignored.
 
         Returns:
-            `num_missing` of the first `num_rows` rows, `drafter_versions`, `histogram`, `row_width`, `num_overflow`.
+            `num_missing` of the first `num_rows` rows, `drafter_versions`, `histogram`, `row_width` and
+            `num_overflow`.
         """
         capture = self._open.pop(capture_id, None)
         # An overlapped step may still bring rows of a request that has ended; the slot may then be another's.

@@ -89,7 +89,7 @@ class BatchedTorchAttnBackend(TorchNativeAttnBackend):
         mask_RQL = self._window_mask(layer, forward_batch, prefix_R, width)
         keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)[location_RL].transpose(1, 2)
         values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)[location_RL].transpose(1, 2)
-        # Query heads of a group share a key head: fold them into the query axis, so that keys are not repeated.
+        # Query heads of a group share a key head: folded into the query axis, so that no key is repeated.
         queries = q.view(num_requests, width, num_kv_heads, num_groups, layer.qk_head_dim).permute(
             0, 2, 3, 1, 4
         )

@@ -2,8 +2,8 @@
 
 SGLang imports many names from this package that a CPU server never uses. Each other name resolves to a
 function that raises when it is called, so that a wrong path is loud. Arguments and in-place results
-follow the calls in SGLang 0.5.23 (`kernels/ops/speculative/cache_locs.py`, `kernels/ops/kvcache/cache_move.py`,
-`srt/mem_cache/allocation.py`).
+follow the calls in SGLang 0.5.23 (`kernels/ops/speculative/cache_locs.py`,
+`kernels/ops/kvcache/cache_move.py`, `srt/mem_cache/allocation.py`).
 """
 
 from __future__ import annotations
