@@ -2,8 +2,8 @@
 
     python -m trainer --port 8900        DFLASH_TRAINER_PORT=8900 python -m trainer
 
-An unknown DFLASH_TRAINER_ variable or a malformed value stops the start. What concerns one run is not here but
-in `trainer.runs.config`.
+An unknown DFLASH_TRAINER_ variable or a malformed value stops the start. What concerns one run is in
+`trainer.runs.config`.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> S
     parser = argparse.ArgumentParser(
         prog="python -m trainer",
         description="The DFlash Online trainer service.",
-        epilog=f"Each flag is also a variable: --runs-dir is {PREFIX}RUNS_DIR. Example: python -m trainer --port 8900",
+        epilog=f"Each flag is also a variable, such as {PREFIX}PORT. Example: python -m trainer --port 8900",
     )
     for field in fields(Settings):
         flags = ["--" + field.name.replace("_", "-"), *_SHORT_FLAGS.get(field.name, ())]

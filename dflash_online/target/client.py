@@ -171,7 +171,7 @@ class TargetClient:
         return await self._json("PUT", "/dflash/policy", body, read_s=self._timeouts.control_s)
 
     async def stage(self, path: str) -> dict[str, Any]:
-        """`POST /dflash/drafter/stage`: read and validate a folder while serving. `path` is the target's view."""
+        """`POST /dflash/drafter/stage`: validate a folder while serving. `path` is as the target sees it."""
         return await self._json("POST", "/dflash/drafter/stage", {"path": path}, read_s=self._timeouts.swap_s)
 
     async def commit(self, version: str) -> dict[str, Any]:

@@ -1,5 +1,6 @@
-"""A fake target behind the HTTP interface of docs/target-api.md. A fake, because the real SGLang needs a minute
-to start; the seam is the production one, and what it serves is real.
+"""A fake target behind the HTTP interface of docs/target-api.md.
+
+A fake, because the real SGLang needs a minute to start; the seam is the production one.
 
     test --switches--> [ FakeTarget: FastAPI in a thread ] <--HTTP-- trainer service
 
@@ -111,7 +112,8 @@ class FakeTarget:
 
     def start(self) -> None:
         """Listen, in a thread."""
-        config = uvicorn.Config(_routes(self), port=self.port, log_level="critical", lifespan="off")
+        options = {"log_level": "critical", "lifespan": "off", "ws": "none"}
+        config = uvicorn.Config(_routes(self), port=self.port, **options)
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, daemon=True)
         self._thread.start()
@@ -138,7 +140,12 @@ class FakeTarget:
             "sglang_version": "fake",
             "device": "cpu",
             "target": {"path": str(self.folder), "revision": "", "weight_checksum": self.switches.checksum},
-            "model": {"hidden_size": HIDDEN, "vocab_size": VOCAB, "num_layers": NUM_LAYERS, "context_length": 512},
+            "model": {
+                "hidden_size": HIDDEN,
+                "vocab_size": VOCAB,
+                "num_layers": NUM_LAYERS,
+                "context_length": 512,
+            },
             "layer_ids": list(LAYER_IDS),
             "feature_width": HIDDEN * len(LAYER_IDS),
             "drafter": self.drafter(),
@@ -197,9 +204,7 @@ class FakeTarget:
             record_id=body["record_id"],
             source=RecordSource(body["source"]),
             cursor=body.get("cursor"),
-            target=TargetIdentity(
-                path=str(self.folder), revision="", weight_checksum=self.switches.checksum
-            ),
+            target=TargetIdentity(path=str(self.folder), revision="", weight_checksum=self.switches.checksum),
             drafter_version=self.versions[-1],
             layer_ids=LAYER_IDS,
             dtype="bfloat16",
@@ -227,7 +232,9 @@ def _take(switches: Switches, name: str) -> bool:
 
 def _refusal(status: int, message: str, **headers: str) -> JSONResponse:
     body = {"error": {"type": "FakeError", "message": message}}
-    return JSONResponse(body, status_code=status, headers={k.replace("_", "-"): v for k, v in headers.items()})
+    return JSONResponse(
+        body, status_code=status, headers={k.replace("_", "-"): v for k, v in headers.items()}
+    )
 
 
 def _routes(target: FakeTarget) -> FastAPI:
@@ -255,7 +262,9 @@ def _routes(target: FakeTarget) -> FastAPI:
         if _take(switches, "num_refuse"):
             return _refusal(422, "the sequence does not fit a slot")
         is_corrupt, vanishes = _take(switches, "num_corrupt"), _take(switches, "num_vanish")
-        return StreamingResponse(_stream(target, body, is_corrupt, vanishes), media_type="application/x-msgpack")
+        return StreamingResponse(
+            _stream(target, body, is_corrupt, vanishes), media_type="application/x-msgpack"
+        )
 
     @app.post("/dflash/drafter/stage")
     def stage(body: dict[str, Any]) -> Response:

@@ -27,7 +27,16 @@ class TrainerProcess:
         self.runs_dir, self.port = runs_dir, free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log_path = runs_dir.with_suffix(".log")
-        command = [sys.executable, "-m", "trainer", "--port", str(self.port), "--runs-dir", str(runs_dir), *flags]
+        command = [
+            sys.executable,
+            "-m",
+            "trainer",
+            "--port",
+            str(self.port),
+            "--runs-dir",
+            str(runs_dir),
+            *flags,
+        ]
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
                 command,
@@ -120,6 +129,29 @@ class TrainerProcess:
         for process in alive:
             process.kill()
         assert not alive, f"left behind: {alive}"
+
+
+def run_config(target_url: str, **changes: Any) -> dict[str, Any]:
+    """A run that is small in everything: steps of about 10 ms."""
+    config: dict[str, Any] = {
+        "target_urls": [target_url],
+        "sampling": {"max_new_tokens": 8},
+        "held_out_records": 3,
+        "capture_concurrency": 2,
+        "drafter": {"num_layers": 1},
+        "optimizer": {"lr": 3e-3, "warmup_steps": 5},
+        "records_per_step": 2,
+        "anchors_per_step": 16,
+        "max_uses": 1_000_000,
+        "publish_every_s": None,
+        "publish_initial": True,
+        "gate": {"min_gain": -0.5},
+        "guard": {"poll_s": 0.2, "min_steps": 300},
+        "checkpoint_every_s": 1.0,
+        "worker_threads": 1,
+        "device": "cpu",
+    }
+    return config | changes
 
 
 def wait_until_gone(processes: list[psutil.Process], *, patience_s: float = 10.0) -> None:

@@ -2,8 +2,8 @@
 
     store --> [ routes ] --> JSON and server-sent events
 
-An event stream begins behind `Last-Event-ID` (header, or `after` in the query) and ends with the run. It reads
-the store, so a slow reader costs the run nothing.
+An event stream begins behind `Last-Event-ID` (header, or `after` in the query) and ends with the run. It
+reads the store, so a slow reader costs the run nothing.
 """
 
 from __future__ import annotations

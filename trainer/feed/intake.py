@@ -7,7 +7,7 @@
 Full        a lane waits for room in the buffer before it asks, so serving does no work in vain.
 Fails       target gone: the same prompt again, with backoff, for as long as it takes. Shed: after
             Retry-After. Unreadable record: dropped, counted by reason, next prompt. Other weights: alarm.
-            Disk full: the record in hand is written again until there is room.
+            Disk full: the record in hand is kept and tried again until there is room.
 Cancelled   what is in flight is not settled and is asked for again after a restart.
 Runs on the event loop; rendering and files in threads. Touches no GPU.
 """
@@ -15,6 +15,7 @@ Runs on the event loop; rendering and files in threads. Touches no GPU.
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
 from collections.abc import Callable
@@ -34,6 +35,7 @@ from dflash_online.errors import (
 from dflash_online.prompts.template import ChatTokenizer
 from dflash_online.target.client import CaptureRequest
 from dflash_online.wire.record import Record
+from trainer.errors import StoreError
 from trainer.feed.buffer import Buffer, write_record
 from trainer.feed.prompts import PlannedCapture, PromptStream, make_request
 from trainer.feed.targets import TargetPool, backoff_s
@@ -43,6 +45,8 @@ from trainer.store.event_rows import EventKind
 from trainer.store.record_rows import DropReason, NewRecord, RecordKind
 from trainer.store.run_rows import RunRow
 from trainer.store.store import Store
+
+logger = logging.getLogger(__name__)
 
 _IDLE_S = 0.2
 _HEADER_BYTES = 16 << 10  # upper bound of a header's share beside token ids
@@ -70,6 +74,7 @@ class Feed:
         self._chance = random.Random()
         self.num_in_flight = 0
         self._epoch = stream.epoch
+        self._is_done: bool | None = None
 
     def pause(self) -> None:
         """Ask for nothing more; what is in flight still arrives."""
@@ -89,20 +94,36 @@ class Feed:
         while True:
             await self._open.wait()
             plan = self._stream.plan_next()
+            self._tell_progress(is_done=plan is None and self._stream.is_done)
             if plan is None:
-                self._store.runs.set_feed_done(self._run.run_id, self._stream.is_done)
                 await asyncio.sleep(_IDLE_S)
                 continue
-            self._tell_epoch()
             self.num_in_flight += 1
             try:
-                await self._capture(plan)
-            except TargetIdentityError as error:
-                self._on_alarm(error)  # closes the feed; the prompt stays unsettled
+                await self._capture_for_certain(plan)
             finally:
                 self.num_in_flight -= 1
 
-    def _tell_epoch(self) -> None:
+    async def _capture_for_certain(self, plan: PlannedCapture) -> None:
+        """Again after an alarm that was cleared, and after the store's disk was full."""
+        num_failures = 0
+        while True:
+            await self._open.wait()
+            try:
+                await self._capture(plan)
+            except TargetIdentityError as error:
+                self._on_alarm(error)  # closes the feed
+            except StoreError as error:
+                num_failures += 1
+                logger.error("%s is not settled yet: %s", plan.record_id, error)
+                await asyncio.sleep(backoff_s(num_failures, self._chance))
+            else:
+                return
+
+    def _tell_progress(self, *, is_done: bool) -> None:
+        if is_done != self._is_done:
+            self._is_done = is_done
+            self._store.runs.set_feed_done(self._run.run_id, is_done)
         if self._stream.epoch != self._epoch:
             self._epoch = self._stream.epoch
             self._store.events.add(self._run.run_id, EventKind.EPOCH, epoch=self._epoch)

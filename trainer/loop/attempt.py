@@ -2,7 +2,7 @@
 
     trainer.loop (process) --> [ run_attempt ] --phase, detail--> store --> supervisor
 
-The outermost loop of the process, so every error is caught, written to the store and turned into an exit code.
+The outermost loop of the process, so every error is caught, stored and turned into an exit code.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ class Saver:
         return list(self._held_out.values())
 
     def _baseline(self, records: list[Record]) -> tuple[str, EvaluationResult]:
-        """The drafter that a new one must not fall behind: published, else served at the start, else initial."""
+        """The drafter that a new one must not fall behind: published, else served before, else initial."""
         for version, path in self._baseline_folders():
             key = (version, len(records))
             if key in self._measured:

@@ -1,6 +1,6 @@
 """One training step: forward and backward over this rank's packs, sums over ranks, clip, update.
 
-    PackedBatch ... --block_objective--> gradients of the summed loss --all-reduce--> / summed weight --> AdamW
+    PackedBatch ... --block_objective--> gradients of the sum --all-reduce--> / summed weight --> AdamW
 
 The division comes last and by the weight of all ranks, so that a step on n ranks equals the step of one
 rank on the same packs. Knows neither records nor schedules.

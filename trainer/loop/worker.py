@@ -35,7 +35,7 @@ _MAX_SKIPPED_STEPS = 20
 
 
 class TrainingDivergedError(RuntimeError):
-    """Too many steps in a row without a finite gradient: ends the attempt, which restarts from a checkpoint."""
+    """Too many steps in a row without a finite gradient: the worker restarts from a checkpoint."""
 
 
 class WorkerLoop:
@@ -54,6 +54,7 @@ class WorkerLoop:
         self._save_not_before = 0.0
         self._is_publish_due = False
         self._num_skipped = 0
+        self._waiting_since: float | None = None
 
     def run(self) -> WorkerPhase:
         """Train until an end is ordered; returns the phase that says why."""
@@ -99,6 +100,8 @@ class WorkerLoop:
                 return self._end(control, WorkerPhase.COMPLETED)
             return self._wait(WorkerPhase.WAITING)
         self._report(WorkerPhase.TRAINING)
+        waited_s = 0.0 if self._waiting_since is None else time.monotonic() - self._waiting_since
+        self._waiting_since = None
         following = self._plan(plan.step + 1, control, running=plan)
         rate = learning_rate(self._config, self._training.progress.step, self._decay())
         return {
@@ -106,6 +109,7 @@ class WorkerLoop:
             "plan": plan.to_json(),
             "next": None if following is None else following.to_json(),
             "rate": rate,
+            "waited_s": waited_s,
         }
 
     def _plan(self, step: int, control: Control, *, running: StepPlan | None) -> StepPlan | None:
@@ -149,7 +153,8 @@ class WorkerLoop:
         if self._ranks.is_first:
             for seq in loaded.unreadable:
                 self._store.records.mark_unreadable(seq)
-            self._record(plan, outcome, order["rate"], num_tokens, wait_s, time.monotonic() - start)
+            step_s = time.monotonic() - start
+            self._record(plan, outcome, order["rate"], num_tokens, order["waited_s"] + wait_s, step_s)
 
     def _record(
         self, plan: StepPlan, outcome: StepOutcome, rate: float, num_tokens: int, wait_s: float, step_s: float
@@ -220,6 +225,8 @@ class WorkerLoop:
             return WorkerPhase.STOPPED
         if control.desired is Desired.SUSPEND:
             return WorkerPhase.SUSPENDED
+        if control.desired is Desired.PAUSE:
+            return None
         if config.max_steps is not None and progress.step >= config.max_steps:
             return WorkerPhase.COMPLETED
         if config.max_minutes is not None and progress.trained_s >= 60 * config.max_minutes:
@@ -266,6 +273,8 @@ class WorkerLoop:
 
     def _wait(self, phase: WorkerPhase) -> dict[str, Any]:
         self._report(phase)
+        if phase is WorkerPhase.WAITING and self._waiting_since is None:
+            self._waiting_since = time.monotonic()
         return {"do": "wait"}
 
     def _report(self, phase: WorkerPhase, *, force: bool = False) -> None:

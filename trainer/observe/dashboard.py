@@ -13,13 +13,15 @@ PAGE = """<!doctype html>
 <style>
 :root { color-scheme: light dark; --line: #8884; --soft: #888; --good: #2a9d5c; --bad: #d1495b; }
 body { font: 14px/1.45 system-ui, sans-serif; margin: 0 auto; max-width: 72rem; padding: 1rem; }
-h1 { font-size: 1.1rem; margin: 0 0 .8rem; } h2 { font-size: .9rem; margin: 1.4rem 0 .4rem; color: var(--soft); }
+h1 { font-size: 1.1rem; margin: 0 0 .8rem; }
+h2 { font-size: .9rem; margin: 1.4rem 0 .4rem; color: var(--soft); }
 .row { display: flex; flex-wrap: wrap; gap: .6rem; }
 .card { border: 1px solid var(--line); border-radius: .5rem; padding: .5rem .8rem; min-width: 8rem; }
 .card b { display: block; font-size: 1.35rem; font-variant-numeric: tabular-nums; }
 .card span { color: var(--soft); font-size: .8rem; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-td, th { text-align: left; padding: .2rem .6rem .2rem 0; border-bottom: 1px solid var(--line); font-size: .85rem; }
+td, th { text-align: left; padding: .2rem .6rem .2rem 0; font-size: .85rem;
+border-bottom: 1px solid var(--line); }
 .bar { background: var(--line); border-radius: .2rem; height: .6rem; } .bar i { display: block; height: 100%;
 background: var(--good); border-radius: .2rem; } .alarm { color: var(--bad); font-weight: 600; }
 </style></head><body>
@@ -52,8 +54,10 @@ function bar(share) {
   cell.style.width = "70%"; return cell;
 }
 function card(name, value) {
-  const box = document.createElement("div"), big = document.createElement("b"), small = document.createElement("span");
-  box.className = "card"; big.textContent = value; small.textContent = name; box.append(big, small); return box;
+  const box = document.createElement("div"), big = document.createElement("b");
+  const small = document.createElement("span");
+  box.className = "card"; big.textContent = value; small.textContent = name;
+  box.append(big, small); return box;
 }
 const live = version => Object.entries(version.live || {})
   .map(([policy, f]) => policy + " " + number(f.tau) + " (" + f.num_steps + " steps)").join(", ") || "-";
@@ -66,10 +70,13 @@ function show(s) {
     card("state", s.state), card("worker", s.worker ? s.worker.phase : "-"), card("step", s.step),
     card("live tau of " + (s.drafter_version || "-"), number(Object.values(now.live || {})[0]?.tau)),
     card("held-out tau", number(now.held_out_tau)), card("loss", number(m.loss)),
-    card("gradient norm", number(m.grad_norm)), card("learning rate", m.learning_rate?.toExponential(2) ?? "-"),
+    card("gradient norm", number(m.grad_norm)), 
+    card("learning rate", m.learning_rate?.toExponential(2) ?? "-"),
     card("records", s.records.num_total), card("unused", s.records.num_unused),
-    card("held out", s.records.num_held_out), card("dropped", Object.values(s.records.dropped).reduce((a, b) => a + b, 0)),
-    card("buffer of " + mega(s.buffer.bound_bytes), mega(s.buffer.bytes)), card("in flight", s.feed.in_flight),
+    card("held out", s.records.num_held_out), 
+    card("dropped", Object.values(s.records.dropped).reduce((a, b) => a + b, 0)),
+    card("buffer of " + mega(s.buffer.bound_bytes), mega(s.buffer.bytes)), 
+    card("in flight", s.feed.in_flight),
     card("step seconds", number(m.step_s, 2)), card("restarts", s.worker ? s.worker.num_restarts : 0),
     card("alarms", s.num_alarms));
   rows("versions", ["version", "state", "step", "held-out tau", "live tau", "pause ms"], s.versions.map(v =>

@@ -24,7 +24,7 @@ class Instruments:
         )
         self.step_seconds = Histogram(
             "dflash_trainer_step_seconds",
-            "Wall time of a training step, data wait included",
+            "Wall time of a training step, without the wait for records to arrive",
             buckets=_STEP_SECONDS,
             registry=self.registry,
         )

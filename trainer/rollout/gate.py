@@ -1,6 +1,6 @@
 """The gate: may a new version be published?
 
-    held-out records --evaluate (worker)--> paired tau of old and new --> [ decide ] --> GateResult --> training.json
+    held-out records --evaluate (worker)--> tau of old and new --> [ decide ] --> GateResult --> training.json
 
 Knows neither drafters nor records: it judges two lists of figures. Raises nothing.
 """

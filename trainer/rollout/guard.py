@@ -11,8 +11,10 @@ event loop. Live figures are those since the target's start; they are kept in me
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from dflash_online.errors import (
     TargetBusyError,
@@ -21,7 +23,8 @@ from dflash_online.errors import (
     TargetRefusedError,
     TargetUnavailableError,
 )
-from dflash_online.target.client import VersionAcceptance
+from dflash_online.target.client import TargetClient, VersionAcceptance
+from trainer.errors import StoreError
 from trainer.feed.targets import TargetPool
 from trainer.rollout.identity import check_info
 from trainer.rollout.publish import Publisher
@@ -30,6 +33,8 @@ from trainer.store.checkpoint_rows import CheckpointRow
 from trainer.store.event_rows import EventKind
 from trainer.store.run_rows import RunRow
 from trainer.store.store import Store
+
+logger = logging.getLogger(__name__)
 
 
 def pool_acceptance(entries: Iterable[VersionAcceptance]) -> tuple[VersionAcceptance, ...]:
@@ -64,7 +69,8 @@ def find_fault(
     if new.tau >= bound:
         return None
     seen = f"{new.num_steps} and {old.num_steps} verify steps"
-    return f"live tau {new.tau:.3f} < {bound:.3f} = (1 - {config.margin:g}) * {old.tau:.3f} of {old_version} ({seen})"
+    figures = f"{new.tau:.3f} < {bound:.3f} = (1 - {config.margin:g}) * {old.tau:.3f}"
+    return f"live tau {figures} of {old_version} ({seen})"
 
 
 class Guard:
@@ -86,14 +92,19 @@ class Guard:
     async def run(self) -> None:
         """Watch until cancelled."""
         while True:
-            await self._look()
+            try:
+                await self._look()
+            except StoreError as error:  # disk full
+                logger.error("the guard waits: %s", error)
             await asyncio.sleep(self._run.config.guard.poll_s)
 
     async def _look(self) -> None:
         entries: list[VersionAcceptance] = []
         for client in self._targets.clients:
             try:
-                check_info(self._run.resolved, await client.info(), client.url)
+                info = await client.info()
+                check_info(self._run.resolved, info, client.url)
+                await self._restore_if_new(client, info.get("drafter") or {})
                 entries += await client.acceptance()
             except TargetUnavailableError as error:
                 self._targets.report_failure(error)
@@ -107,6 +118,12 @@ class Guard:
         self.live = pool_acceptance(entries)
         if self._run.config.guard.enabled:
             await self._judge()
+
+    async def _restore_if_new(self, client: TargetClient, served: dict[str, Any]) -> None:
+        """A target without a swap since its start does not have what this run published."""
+        published = self._store.checkpoints.published(self._run.run_id)
+        if published and served.get("num_swaps") == 0 and served.get("version") != published[-1].version:
+            await self._publisher.restore(client)
 
     async def _judge(self) -> None:
         published = self._store.checkpoints.published(self._run.run_id)

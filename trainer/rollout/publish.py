@@ -1,8 +1,8 @@
 """Publishing: the only way from a checkpoint into the running targets.
 
     checkpoints row `candidate` --> [ Publisher ] --stage on all, then commit on all--> targets
-                                        |
-                                        +--> `published` | `superseded` | `rejected`; rollback --> `rolled_back`
+                                     |
+                                     +--> `published` | `superseded` | `rejected`; `rolled_back`
 
 Fails   target gone or busy: again with backoff, until it works or a newer candidate exists. Target refuses:
         `rejected`, the old version stays. Target's checksum differs after a commit: alarm.
@@ -13,6 +13,7 @@ Runs on the event loop; one publish or rollback at a time.
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections.abc import Callable
 from typing import Any
@@ -25,13 +26,15 @@ from dflash_online.errors import (
     TargetUnavailableError,
 )
 from dflash_online.target.client import TargetClient
-from trainer.errors import RunStateError
+from trainer.errors import RunStateError, StoreError
 from trainer.feed.targets import TargetPool, backoff_s
 from trainer.rollout.identity import check_checksum
 from trainer.store.checkpoint_rows import CheckpointRow, CheckpointState
 from trainer.store.event_rows import EventKind
 from trainer.store.run_rows import RunRow
 from trainer.store.store import Store
+
+logger = logging.getLogger(__name__)
 
 _POLL_S = 0.2
 
@@ -64,12 +67,14 @@ class Publisher:
         """Publish candidates until cancelled."""
         while True:
             await self._open.wait()
-            candidate = self._store.checkpoints.candidate(self._run_id)
-            if candidate is None:
-                await asyncio.sleep(_POLL_S)
-                continue
-            async with self._turn:
-                await self._publish(candidate)
+            try:
+                candidate = self._store.checkpoints.candidate(self._run_id)
+                if candidate is not None:
+                    async with self._turn:
+                        await self._publish(candidate)
+            except StoreError as error:  # disk full: what was committed is recognised by its version
+                logger.error("publishing waits: %s", error)
+            await asyncio.sleep(_POLL_S)
 
     async def drain(self, timeout_s: float) -> None:
         """Wait until no candidate is left, or the time is up, or publishing is paused."""
@@ -78,6 +83,22 @@ class Publisher:
             if self._store.checkpoints.candidate(self._run_id) is None and not self._turn.locked():
                 return
             await asyncio.sleep(_POLL_S)
+
+    async def restore(self, client: TargetClient) -> None:
+        """Bring the live version back into a target that was started anew with an older drafter.
+
+        Raises:
+            TargetError: it could not; the guard's next look tries again.
+        """
+        async with self._turn:
+            published = self._store.checkpoints.published(self._run_id)
+            if not published or not published[-1].path or not self._open.is_set():
+                return
+            live = published[-1]
+            await client.stage(live.path)
+            answer = await client.commit(live.version)
+            self._check(answer)
+            self._store.events.add(self._run_id, EventKind.RESTORED, version=live.version, url=client.url)
 
     async def rollback(self, *, reason: str, by: str) -> CheckpointRow:
         """Make the version before the live one live again, on every target.

@@ -178,7 +178,7 @@ class RunConfig:
     anchors_per_step: int = 512
     """Blocks trained per step, over all records."""
     packs_per_step: int | None = None
-    """Parts that a step is packed into; a step does not depend on how ranks share them. None: one per rank."""
+    """Parts that a step is packed into; how ranks share them changes nothing. None: one per rank."""
     chunk_slots: int = 1024
     """Slots whose full-vocabulary logits exist at one time."""
     max_steps: int | None = None
@@ -198,7 +198,7 @@ class RunConfig:
     num_ranks: int = 1
     device: Literal["auto", "cpu", "cuda"] = "auto"
     head_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the frozen head's product; sums are float32 in any case. auto: whichever this machine does faster."""
+    """Of the frozen head's product; sums are float32 always. auto: whichever this machine does faster."""
     worker_threads: int = 0
     """CPU threads per rank; 0: torch's own choice."""
     seed: int = 0

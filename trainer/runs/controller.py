@@ -236,9 +236,12 @@ class RunController:
             )
 
     def _finish(self, run_id: str, state: RunState, reason: str) -> None:
-        """End a run from any state; a completion first passes through the states that lead to it."""
-        before = self._store.runs.get(run_id).state
-        if state is RunState.COMPLETED and before is RunState.STARTING:
+        """End a run from any state; it first passes through the states that lead to the end."""
+        run = self._store.runs.get(run_id)
+        before = run.state
+        if state is RunState.COMPLETED and before is RunState.ALARMED:
+            state, reason = RunState.FAILED, run.reason  # the alarm came while the worker ended
+        if state is RunState.COMPLETED and before is not RunState.RUNNING:
             self._move(run_id, RunState.RUNNING, action="run")
         if state is RunState.STOPPED and before is not RunState.STOPPING:
             self._move(run_id, RunState.STOPPING, action="stop")

@@ -1,6 +1,6 @@
 """What the config leaves to the target: asked once, before the run exists.
 
-    RunConfig + GET /dflash/info of every target + target folder --resolve--> ResolvedTarget, prompts, tokenizer
+    RunConfig + GET /dflash/info of every target + target folder --resolve--> ResolvedTarget, RunInputs
 
 Everything that can be wrong with a run is found here, so that POST /train/start can refuse it with a reason.
 Fails with ConfigError, PromptError, CheckpointError, TargetUnavailableError, TargetIdentityError.

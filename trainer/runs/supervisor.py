@@ -129,6 +129,10 @@ class Supervisor:
         while self._restarts and now - self._restarts[0] > self._bounds.restart_window_s:
             self._restarts.popleft()
         detail = self._detail()
+        worker = self._store.runs.worker(self._run_id)
+        if phase not in (WorkerPhase.FAILED, WorkerPhase.BROKEN):  # killed: it had no last word
+            step = worker.step if worker else 0
+            self._store.runs.worker_says(self._run_id, WorkerPhase.FAILED, step=step, detail=detail)
         self._store.events.add(
             self._run_id,
             EventKind.WORKER_LOST,

@@ -69,7 +69,8 @@ class CheckpointTable:
     ) -> None:
         """Store a complete checkpoint."""
         self._db.execute(
-            "INSERT INTO checkpoints (run_id, number, version, path, step, state, gate, held_out_tau, created_at)"
+            "INSERT INTO checkpoints"
+            " (run_id, number, version, path, step, state, gate, held_out_tau, created_at)"
             " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
             *(run_id, int(version.split("-")[0]), version, path, step, state.value),
             *(None if gate is None else to_json(gate), held_out_tau, now()),

@@ -35,6 +35,8 @@ class EventKind(enum.StrEnum):
     PUBLISHED = "published"
     PUBLISH_FAILED = "publish_failed"
     ROLLED_BACK = "rolled_back"
+    RESTORED = "restored"
+    """A target that was started anew has the live version again."""
     ALARM = "alarm"
 
 

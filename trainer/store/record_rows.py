@@ -139,8 +139,8 @@ class RecordTable:
     def held_out(self, run_id: str) -> list[StoredRecord]:
         """Held-out records, in the order of their capture."""
         rows = self._db.all(
-            "SELECT seq, path, num_uses FROM records WHERE run_id = ? AND kind = 'held_out' AND state = 'ready'"
-            " ORDER BY seq",
+            "SELECT seq, path, num_uses FROM records"
+            " WHERE run_id = ? AND kind = 'held_out' AND state = 'ready' ORDER BY seq",
             run_id,
         )
         return [StoredRecord(row["seq"], row["path"], row["num_uses"]) for row in rows]
@@ -212,7 +212,8 @@ class RecordTable:
     def dropped(self, run_id: str) -> dict[DropReason, int]:
         """Dropped prompts by reason; every reason is present."""
         rows = self._db.all(
-            "SELECT reason, COUNT(*) AS n FROM records WHERE run_id = ? AND state = 'dropped' GROUP BY reason",
+            "SELECT reason, COUNT(*) AS n FROM records"
+            " WHERE run_id = ? AND state = 'dropped' GROUP BY reason",
             run_id,
         )
         counts = {row["reason"]: row["n"] for row in rows}

@@ -120,7 +120,8 @@ class RunTable:
     def control(self, run_id: str) -> Control:
         """The worker's orders; cheaper than the whole row."""
         row = self._db.one(
-            "SELECT desired, publish_requested, decay_requested, cursor, is_feed_done FROM runs WHERE run_id = ?",
+            "SELECT desired, publish_requested, decay_requested, cursor, is_feed_done"
+            " FROM runs WHERE run_id = ?",
             run_id,
         )
         if row is None:
@@ -184,7 +185,8 @@ class RunTable:
     def worker_spawned(self, run_id: str, pid: int, *, is_restart: bool) -> None:
         """The supervisor started torchrun as `pid`."""
         self._db.execute(
-            "INSERT INTO workers (run_id, attempt, phase, pids, heartbeat, num_restarts) VALUES (?, 1, ?, ?, ?, 0)"
+            "INSERT INTO workers (run_id, attempt, phase, pids, heartbeat, num_restarts)"
+            " VALUES (?, 1, ?, ?, ?, 0)"
             " ON CONFLICT (run_id) DO UPDATE SET attempt = attempt + 1, phase = excluded.phase, detail = '',"
             " pids = excluded.pids, heartbeat = excluded.heartbeat, num_restarts = num_restarts + ?",
             *(run_id, WorkerPhase.SPAWNED.value, to_json([pid]), now(), int(is_restart)),

@@ -26,7 +26,9 @@ class StepMetrics:
     num_records: int
     num_tokens: int
     data_wait_s: float
+    """For records to arrive and to be loaded."""
     step_s: float
+    """From the order to the update, loading included, arrival not."""
     tokens_seen: int
     """Over the whole run."""
 
