@@ -1,6 +1,6 @@
 """Who sees whom inside the drafter, and attention that follows it without a dense mask over all blocks.
 
-    distill/pack --BlockMask--> [ plan_attention ] --AttentionGroup--> model, once per layer
+    distill/pack --BlockMask--> [ plan_attention ] --AttentionPlan--> model, once per layer
 
 The rule stands once, in `sees_context` and `sees_block`. `BlockMask.dense` spells it out for every query and
 key of a packed batch: slow, obvious, the oracle of the tests. `attend` is the fast form: a few neighbouring
@@ -11,7 +11,7 @@ Knows neither weights nor tokens. Raises ShapeError when the parts of a mask dis
 Source: DFlash specification, sections A.3 (inference), C.3 (training).
 
 Shape letters: A = anchors, B = slots of a block, S = packed context rows, G = queries of a group,
-Q = queries, J = keys, N = heads, M = key/value heads, d = head size.
+Q = queries, J = keys, N = heads, M = key/value heads, d = head size, n = anchors of a group.
 """
 
 from __future__ import annotations
@@ -104,16 +104,23 @@ class BlockMask:
 
 @dataclass(frozen=True, slots=True)
 class AttentionGroup:
-    """Neighbouring anchors of one document, and the slice of the context that any of them sees."""
+    """Neighbouring anchors of one document, and how much of its context any of them sees."""
 
-    anchors: slice
-    context: slice  # empty for padded blocks and for anchors at position 0
-    mask_GJ: Tensor  # [G, len(context) + G] bool
+    num_anchors: int
+    piece: int  # which of the plan's context pieces
+    num_rows: int  # the first rows of that piece; 0 for padded blocks and for anchors at position 0
+    mask_GJ: Tensor  # [G, num_rows + G] bool
 
 
-def plan_attention(
-    mask: BlockMask, layer_type: str, *, queries_per_group: int = 64
-) -> tuple[AttentionGroup, ...]:
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """A packed batch cut up: the context by document, the anchors into groups; both in order."""
+
+    piece_rows: tuple[int, ...]  # adds up to S
+    groups: tuple[AttentionGroup, ...]  # their anchors add up to A
+
+
+def plan_attention(mask: BlockMask, layer_type: str, *, queries_per_group: int = 64) -> AttentionPlan:
     """Cut a packed batch into groups. Done once per batch and layer type, used by every layer of that type.
 
     Args:
@@ -121,25 +128,33 @@ def plan_attention(
             ones call fewer kernels.
     """
     window = layer_window(layer_type, mask.sliding_window)
-    device = mask.document_A.device
     documents, positions = mask.document_A.tolist(), mask.anchor_position_A.tolist()
-    rows = _document_rows(mask.context_document_S.tolist())
+    context_documents = mask.context_document_S.tolist()
+    pieces = _runs(context_documents, len(context_documents))
+    piece_of = {context_documents[first]: piece for piece, (first, _) in enumerate(pieces)}
     groups = []
     for first, end in _runs(documents, max(1, queries_per_group // mask.block_size)):
-        context = slice(0, 0)
-        if documents[first] in rows:
-            start, stop = rows[documents[first]]
+        piece, start, num_rows = 0, 0, 0
+        if documents[first] != PADDING_DOCUMENT and documents[first] in piece_of:
+            piece = piece_of[documents[first]]
+            start, stop = pieces[piece]
             # Rows of a document are its positions 0, 1, ...: the last anchor sees at most that many.
-            context = slice(start, min(stop, start + max(positions[first:end])))
-        slot_G = torch.arange(mask.block_size, device=device).repeat(end - first)
-        block_G = torch.arange(end - first, device=device).repeat_interleave(mask.block_size)
-        anchor_G1 = mask.anchor_position_A[first:end][block_G, None]
-        context_GJ = sees_context(
-            anchor_G1 + slot_G[:, None], anchor_G1, mask.context_position_S[context], window
-        )
-        own_GG = (block_G[:, None] == block_G) & sees_block(slot_G[:, None], slot_G, window)
-        groups.append(AttentionGroup(slice(first, end), context, torch.cat([context_GJ, own_GG], dim=1)))
-    return tuple(groups)
+            num_rows = min(stop - start, max(positions[first:end]))
+        mask_GJ = _group_mask(mask, slice(first, end), slice(start, start + num_rows), window)
+        groups.append(AttentionGroup(end - first, piece, num_rows, mask_GJ))
+    return AttentionPlan(tuple(end - first for first, end in pieces), tuple(groups))
+
+
+def _group_mask(mask: BlockMask, anchors: slice, context: slice, window: int | None) -> Tensor:
+    """[G, rows + G] bool: the rule of `BlockMask.dense` for one group, within its document."""
+    anchor_n = mask.anchor_position_A[anchors]
+    slot_G = torch.arange(mask.block_size, device=anchor_n.device).repeat(len(anchor_n))
+    block_G = torch.arange(len(anchor_n), device=anchor_n.device).repeat_interleave(mask.block_size)
+    anchor_G1 = anchor_n[block_G, None]
+    position_rows = mask.context_position_S[context]
+    context_GJ = sees_context(anchor_G1 + slot_G[:, None], anchor_G1, position_rows, window)
+    own_GG = (block_G[:, None] == block_G) & sees_block(slot_G[:, None], slot_G, window)
+    return torch.cat([context_GJ, own_GG], dim=1)
 
 
 def attend(
@@ -148,7 +163,7 @@ def attend(
     context_value_SMd: Tensor,
     block_key_QMd: Tensor,
     block_value_QMd: Tensor,
-    groups: Sequence[AttentionGroup],
+    plan: AttentionPlan,
     block_size: int,
 ) -> Tensor:
     """Attention of all blocks, group by group. Q = A*B, in the order of the anchors; scale d^-0.5.
@@ -156,12 +171,18 @@ def attend(
     Returns:
         [Q, N, d], equal to dense attention under `BlockMask.dense`.
     """
+    # Cut once by split, not by slices: the gradient of each slice would be a zero tensor of full length.
+    sizes = [group.num_anchors * block_size for group in plan.groups]
+    queries = torch.split(query_QNd, sizes)
+    keys, values = torch.split(block_key_QMd, sizes), torch.split(block_value_QMd, sizes)
+    context_keys = torch.split(context_key_SMd, list(plan.piece_rows))
+    context_values = torch.split(context_value_SMd, list(plan.piece_rows))
     outputs = []
-    for group in groups:
-        own = slice(group.anchors.start * block_size, group.anchors.stop * block_size)
-        key_JMd = torch.cat([context_key_SMd[group.context], block_key_QMd[own]])
-        value_JMd = torch.cat([context_value_SMd[group.context], block_value_QMd[own]])
-        outputs.append(attend_masked(query_QNd[own], key_JMd, value_JMd, group.mask_GJ))
+    for group, query_GNd, key_GMd, value_GMd in zip(plan.groups, queries, keys, values, strict=True):
+        if group.num_rows:
+            key_GMd = torch.cat([context_keys[group.piece][: group.num_rows], key_GMd])
+            value_GMd = torch.cat([context_values[group.piece][: group.num_rows], value_GMd])
+        outputs.append(attend_masked(query_GNd, key_GMd, value_GMd, group.mask_GJ))
     return torch.cat(outputs)
 
 
@@ -175,12 +196,6 @@ def attend_masked(query_GNd: Tensor, key_JMd: Tensor, value_JMd: Tensor, mask_GJ
         enable_gqa=query_GNd.shape[1] != key_JMd.shape[1],
     )
     return output_1NGd[0].transpose(0, 1)
-
-
-def _document_rows(documents: Sequence[int]) -> dict[int, tuple[int, int]]:
-    """First row and end of each document's context, padding left out."""
-    runs = _runs(documents, len(documents))
-    return {documents[first]: (first, end) for first, end in runs if documents[first] != PADDING_DOCUMENT}
 
 
 def _runs(values: Sequence[int], longest: int) -> list[tuple[int, int]]:

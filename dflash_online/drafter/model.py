@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dflash_online.drafter.attention import (
-    AttentionGroup,
+    AttentionPlan,
     BlockMask,
     attend,
     attend_masked,
@@ -182,7 +182,7 @@ class DFlashDrafter(nn.Module):
         hidden_QH = embeds_ABH.flatten(0, 1).to(ctx_SH.dtype)
         for layer, kind in zip(self.layers, self.config.layer_types, strict=True):
             assert isinstance(layer, DrafterLayer)
-            hidden_QH = _layer_over_groups(
+            hidden_QH = _layer_over_plan(
                 layer, hidden_QH, ctx_SH, block_rotation, context_rotation, plans[kind], block_size
             )
         normed: Tensor = self.norm(hidden_QH)
@@ -247,20 +247,20 @@ class DFlashDrafter(nn.Module):
         return rotation_of(positions_T, self.config.head_dim, self.config.rope_theta)
 
 
-def _layer_over_groups(
+def _layer_over_plan(
     layer: DrafterLayer,
     hidden_QH: Tensor,
     ctx_SH: Tensor,
     block_rotation: Rotation,
     context_rotation: Rotation,
-    groups: tuple[AttentionGroup, ...],
+    plan: AttentionPlan,
     block_size: int,
 ) -> Tensor:
     normed_QH = layer.input_layernorm(hidden_QH)
     query_QNd = layer.self_attn.queries(normed_QH, block_rotation)
     block_key_QMd, block_value_QMd = layer.self_attn.keys_values(normed_QH, block_rotation)
     key_SMd, value_SMd = layer.self_attn.keys_values(ctx_SH, context_rotation)
-    attended_QNd = attend(query_QNd, key_SMd, value_SMd, block_key_QMd, block_value_QMd, groups, block_size)
+    attended_QNd = attend(query_QNd, key_SMd, value_SMd, block_key_QMd, block_value_QMd, plan, block_size)
     return layer.finish(hidden_QH, attended_QNd)
 
 

@@ -87,8 +87,8 @@ def test_grouped_attention_equals_dense_attention(layer_type, window, queries_pe
     for tensor in (context_key, context_value, block_key, block_value):
         tensor.requires_grad_()
     leaves = [query, context_key, context_value, block_key, block_value]
-    groups = plan_attention(mask, layer_type, queries_per_group=queries_per_group)
-    fast = attend(query, context_key, context_value, block_key, block_value, groups, BLOCK)
+    plan = plan_attention(mask, layer_type, queries_per_group=queries_per_group)
+    fast = attend(query, context_key, context_value, block_key, block_value, plan, BLOCK)
     keys = torch.cat([context_key, block_key]).repeat_interleave(3, dim=1).transpose(0, 1)[None]
     values = torch.cat([context_value, block_value]).repeat_interleave(3, dim=1).transpose(0, 1)[None]
     dense = F.scaled_dot_product_attention(
@@ -107,9 +107,11 @@ def test_grouped_attention_equals_dense_attention(layer_type, window, queries_pe
 
 
 def test_a_group_reads_only_the_rows_before_its_last_anchor():
-    groups = plan_attention(packed_mask(), FULL, queries_per_group=BLOCK)
-    assert [(g.context.start, g.context.stop) for g in groups[:4]] == [(0, 0), (0, 3), (0, 4), (0, 8)]
-    assert [g.context.stop - g.context.start for g in groups[4:]] == [0, 0, 4, 0, 0]
+    plan = plan_attention(packed_mask(), FULL, queries_per_group=BLOCK)
+    assert plan.piece_rows == (9, 1, 5, 2)
+    assert [group.num_anchors for group in plan.groups] == [1] * 9
+    assert [group.num_rows for group in plan.groups] == [0, 3, 4, 8, 0, 0, 4, 0, 0]
+    assert [group.piece for group in plan.groups if group.num_rows] == [0, 0, 0, 2]
 
 
 def test_mask_refuses_parts_of_unequal_length():
