@@ -1,4 +1,4 @@
-"""One run against the fake target, from start to stop, with all faults on the way. Tests share it, in order."""
+"""One run against the fake target from start to stop, all faults on the way. Tests share it, in order."""
 
 from __future__ import annotations
 
