@@ -79,19 +79,23 @@ def block_hidden(
     noise: float = 0.0,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """[A, B, H]: the drafter's final hidden states of every block of a batch."""
+    """[A, B, H]: the drafter's final hidden states of every block of a batch.
+
+    A drafter with float32 masters multiplies in the head's type, see `FrozenHead.autocast`.
+    """
     if batch.block_size != drafter.config.block_size:
         raise ShapeError(f"blocks of {batch.block_size} slots, the drafter has {drafter.config.block_size}")
     features_SF = batch.features_SF if not noise else _noised(batch.features_SF, noise, generator)
     id_AB = torch.full_like(batch.label_AB, drafter.config.mask_token_id)
     id_AB[:, 0] = batch.anchor_token_A
-    return drafter.forward_blocks(
-        frozen.embed(id_AB),
-        drafter.context(features_SF),
-        block_positions_AB=batch.block_position_AB,
-        ctx_positions_S=batch.context_position_S,
-        mask=batch.mask(drafter.config.sliding_window),
-    )
+    with frozen.autocast():
+        return drafter.forward_blocks(
+            frozen.embed(id_AB),
+            drafter.context(features_SF),
+            block_positions_AB=batch.block_position_AB,
+            ctx_positions_S=batch.context_position_S,
+            mask=batch.mask(drafter.config.sliding_window),
+        )
 
 
 def _noised(features_SF: Tensor, noise: float, generator: torch.Generator | None) -> Tensor:

@@ -179,7 +179,8 @@ class DFlashDrafter(nn.Module):
         plans = {kind: plan_attention(mask, kind) for kind in set(self.config.layer_types)}
         block_rotation = self._rotation(block_positions_AB.flatten())
         context_rotation = self._rotation(ctx_positions_S)
-        hidden_QH = embeds_ABH.flatten(0, 1).to(ctx_SH.dtype)
+        # In the masters' type: under autocast the residual stream stays in float32.
+        hidden_QH = embeds_ABH.flatten(0, 1).to(self.fc.weight.dtype)
         for layer, kind in zip(self.layers, self.config.layer_types, strict=True):
             assert isinstance(layer, DrafterLayer)
             hidden_QH = _layer_over_plan(

