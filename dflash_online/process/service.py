@@ -126,9 +126,13 @@ class Service:
             self._keeper.stdin.close()
         self._end_strays()
 
+    def left_over(self) -> list[psutil.Process]:
+        """Processes of this service, seen at any time, that are still alive."""
+        return [process for process in list(self._ever_seen.values()) if _is_alive(process)]
+
     def _end_strays(self) -> None:
         """Only when the keeper itself was killed can something be left here."""
-        left = [process for process in self._ever_seen.values() if process.is_running()]
+        left = self.left_over()
         for process in left:
             try:
                 process.kill()
@@ -137,6 +141,13 @@ class Service:
         _, alive = psutil.wait_procs(left, timeout=5.0)
         if alive:
             raise ProcessError(self.name, f"processes {[process.pid for process in alive]} cannot be ended")
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _rss_bytes(process: psutil.Process) -> int:
