@@ -162,12 +162,15 @@ class ReadyWatch:
     def __init__(self, config: LaunchConfig, folder: Path) -> None:
         self._config, self._announce = config, folder / "announce"
         self.failure: str | None = None
+
+    def start(self) -> None:
+        """Watch beside the keeper, which needs the main thread."""
         threading.Thread(target=self._run, name="ready-watch", daemon=True).start()
 
     def _run(self) -> None:
         try:
             self._wait_until_ready()
-            self._require_active_everywhere()
+            self.require_active_everywhere()
         except PluginError as exc:
             self.failure = str(exc)
             os.kill(os.getpid(), signal.SIGTERM)
@@ -191,7 +194,8 @@ class ReadyWatch:
             time.sleep(0.5)
         raise PluginError(f"the server was not ready within {self._config.ready_timeout_s:g} s")
 
-    def _require_active_everywhere(self) -> None:
+    def require_active_everywhere(self) -> None:
+        """Raises PluginError that names every SGLang process without an active plugin."""
         active = {int(path.stem) for path in self._announce.glob("*.active")}
         silent = [
             f"{process.pid} ({name})"
@@ -227,6 +231,7 @@ def launch(config: LaunchConfig) -> int:
             (folder / name).mkdir(parents=True)
         os.environ.update(make_environment(config, folder, slot_bytes, on_gpu=on_gpu))
         watch = ReadyWatch(config, folder)
+        watch.start()
         code = keep(make_command(config, on_gpu=on_gpu))
     finally:
         shutil.rmtree(folder, ignore_errors=True)

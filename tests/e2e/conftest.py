@@ -1,0 +1,110 @@
+"""The real SGLang with the real SmolLM2-135M, once per session, in float32 so that outputs can be compared.
+
+The model folder comes from the environment variable DFLASH_MODEL, which `make test` sets after fetching it.
+Without it these tests are skipped by name. One server, small on purpose: prefill chunks of 64 tokens, a
+context of 512, 8 capture slots, so that chunks, limits and shedding are reached by short texts.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from dflash_online.drafter.checkpoint import TrainingInfo, export_tensors, save_checkpoint
+from dflash_online.drafter.config import DrafterConfig
+from dflash_online.drafter.init import initialize, new_drafter_config
+from dflash_online.drafter.model import DFlashDrafter
+from dflash_online.process.port import free_port
+from dflash_online.process.service import Service
+from dflash_online.target.frozen import FrozenHead
+from dflash_online.target.model_info import TargetModelInfo
+from tests.e2e.target_server import TargetServer, target_command
+
+CONTEXT_LENGTH = 512
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.e2e)
+
+
+@pytest.fixture(scope="session")
+def model_folder() -> Path:
+    folder = os.environ.get("DFLASH_MODEL")
+    if not folder:
+        pytest.skip("DFLASH_MODEL names no model folder; `make test` fetches one and sets it")
+    return Path(folder)
+
+
+@pytest.fixture(scope="session")
+def drafter_config(model_folder: Path) -> DrafterConfig:
+    target = TargetModelInfo.from_folder(model_folder)
+    return replace(new_drafter_config(target, num_layers=2, block_size=8), dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def drafters(drafter_config: DrafterConfig, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Three checkpoints of equal shape and different random weights, versions 1 to 3."""
+    root = tmp_path_factory.mktemp("drafters")
+    folders = []
+    for number in (1, 2, 3):
+        drafter = initialize(drafter_config, seed=number)
+        folder = root / f"v{number}"
+        tensors = export_tensors(drafter, drafter_config)
+        save_checkpoint(folder, drafter_config, tensors, training=TrainingInfo(number=number))
+        folders.append(folder)
+    return folders
+
+
+@pytest.fixture(scope="session")
+def frozen(model_folder: Path) -> FrozenHead:
+    return FrozenHead.from_folder(model_folder, dtype=torch.float32)
+
+
+@pytest.fixture(scope="session")
+def server(
+    model_folder: Path, drafters: list[Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TargetServer]:
+    port = free_port()
+    flags = ["--chunked-prefill-size", "64", "--context-length", str(CONTEXT_LENGTH)]
+    command = target_command(
+        model_folder, drafters[0], port, "--capture-slots", "8", "--capture-tokens", "600", "--", *flags
+    )
+    log = tmp_path_factory.mktemp("server") / "target.log"
+    with Service("target", command, log) as service:
+        url = f"http://127.0.0.1:{port}"
+        service.wait_ready(f"{url}/dflash/info", timeout_s=300.0, on_wait=lambda _: None)
+        with httpx.Client(base_url=url, timeout=180.0, trust_env=False) as client:
+            _wait_until_serving(client)
+            yield TargetServer(client, log)
+        service.require_running()
+
+
+def _wait_until_serving(client: httpx.Client) -> None:
+    deadline = time.monotonic() + 120.0
+    while client.get("/health").status_code != httpx.codes.OK:
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+
+
+@pytest.fixture
+def chain_server(server: TargetServer, drafters: list[Path]) -> TargetServer:
+    """The server, drafting chains, with the first drafter live."""
+    server.set_policy("chain")
+    if not server.drafter()["version"].startswith("1-"):
+        server.swap(drafters[0])
+    return server
+
+
+def load_drafter(config: DrafterConfig, tensors: dict[str, torch.Tensor]) -> DFlashDrafter:
+    drafter = DFlashDrafter(config)
+    drafter.load_state_dict(tensors)
+    return drafter.eval()

@@ -1,0 +1,57 @@
+"""Acceptance counts are exact, per version, and leave out steps that drafted nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from server_patches.acceptance import AcceptanceCounter, StepTag, count_resolved_step
+
+
+@dataclass
+class FakeRequest:
+    is_over: bool = False
+    is_retracted: bool = False
+
+    def finished(self) -> bool:
+        return self.is_over
+
+
+@dataclass
+class FakeBatch:
+    reqs: list[FakeRequest]
+
+
+@dataclass
+class FakeResult:
+    num_correct_drafts_per_req_cpu: list[int]
+    dflash_step: StepTag | None = None
+
+
+def test_tau_is_pooled_over_steps_with_the_bonus() -> None:
+    counter = AcceptanceCounter()
+    for num_accepted in (0, 0, 3, 1):
+        counter.add(StepTag("4-abc", 7), num_accepted)
+    (entry,) = counter.report()
+    assert entry["histogram"] == [2, 1, 0, 1]
+    assert (entry["num_steps"], entry["num_committed"], entry["tau"]) == (4, 8, 2.0)
+
+
+def test_versions_are_counted_apart_and_root_only_steps_not_at_all() -> None:
+    counter = AcceptanceCounter()
+    counter.add(StepTag("1-a", 7), 2)
+    counter.add(StepTag("2-b", 7), 0)
+    counter.add(StepTag("2-b", 0), 0)
+    assert {e["drafter_version"]: e["num_steps"] for e in counter.report()} == {"1-a": 1, "2-b": 1}
+
+
+def test_requests_that_had_ended_or_were_retracted_are_left_out() -> None:
+    counter = AcceptanceCounter()
+    batch = FakeBatch([FakeRequest(), FakeRequest(is_over=True), FakeRequest(is_retracted=True)])
+    count_resolved_step(counter, FakeResult([1, 5, 6], StepTag("1-a", 7)), batch)
+    assert counter.report()[0]["histogram"] == [0, 1]
+
+
+def test_a_result_of_prefill_carries_no_tag_and_counts_nothing() -> None:
+    counter = AcceptanceCounter()
+    count_resolved_step(counter, FakeResult([1]), FakeBatch([FakeRequest()]))
+    assert counter.report() == []
