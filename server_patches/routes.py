@@ -95,6 +95,7 @@ class PolicyBody(StrictBody):
     mode: Literal["off", "chain"]
     num_nodes: int | None = Field(default=None, ge=0)
     max_batch_size: int | None = Field(default=None, ge=1)
+    probe_interval: int | None = Field(default=None, ge=2)
 
 
 class TypedErrorRoute(APIRoute):

@@ -77,6 +77,7 @@ class SchedulerSide:
             mode=mode,
             num_nodes=default_nodes if num_nodes is None else num_nodes,
             max_batch_size=body.get("max_batch_size"),
+            probe_interval=body.get("probe_interval"),
         )
         if policy.num_nodes > num_drafts:
             raise ConfigError("num_nodes", policy.num_nodes, f"at most {num_drafts} (block size minus one)")

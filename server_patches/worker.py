@@ -67,6 +67,7 @@ class DflashOnlineWorker(DFlashWorkerV2):
         self.drafter_version = "none"
         self.tap = CaptureTap(is_writer=get_parallel().tp_rank == 0)
         self.probe = DrafterProbe()
+        self._num_steps = 0
         self._slot_offset_B = torch.arange(self.block_size, device=self.device)
 
     # ---- one step -------------------------------------------------------------------------------------
@@ -137,7 +138,8 @@ class DflashOnlineWorker(DFlashWorkerV2):
 
     def _grow_trees(self, batch: Any, draft_input: Any) -> DraftTrees:
         anchor_R = draft_input.bonus_tokens.to(torch.int64)
-        num_drafts = self.policy.num_drafts(len(batch.reqs))
+        self._num_steps += 1
+        num_drafts = self.policy.num_drafts(len(batch.reqs), self._num_steps)
         if num_drafts == 0:
             return root_trees(anchor_R)
         return chain_trees(anchor_R, self._draft_block(batch, draft_input, anchor_R)[:, :num_drafts])

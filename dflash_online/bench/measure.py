@@ -129,7 +129,7 @@ class _Bench:
                     passes.append(await self._run_pass(policy, concurrency, prompts))
         finally:
             if restore is not None:
-                await self.target.set_policy(str(restore["mode"]), restore.get("num_nodes"))
+                await self.target.set_policy(**restore)
         return passes
 
     async def _run_pass(self, policy: str, concurrency: int, prompts: Sequence[PromptItem]) -> PassResult:

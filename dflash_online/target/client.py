@@ -163,11 +163,20 @@ class TargetClient:
         except (KeyError, TypeError, ValueError) as exc:
             raise TargetRefusedError(self.url, 200, f"/dflash/acceptance makes no sense: {exc!r}") from exc
 
-    async def set_policy(self, mode: str, num_nodes: int | None = None) -> dict[str, Any]:
-        """`PUT /dflash/policy`: `off`, `chain` or a later mode. Returns the policy now in force."""
-        body: dict[str, Any] = {"mode": mode}
-        if num_nodes is not None:
-            body["num_nodes"] = num_nodes
+    async def set_policy(
+        self,
+        mode: str,
+        num_nodes: int | None = None,
+        *,
+        max_batch_size: int | None = None,
+        probe_interval: int | None = None,
+    ) -> dict[str, Any]:
+        """`PUT /dflash/policy`: `off`, `chain` or a later mode. Returns the policy now in force.
+
+        The fields are those of the `policy` object of /dflash/info, so that one can be put back as it was.
+        """
+        fields = {"num_nodes": num_nodes, "max_batch_size": max_batch_size, "probe_interval": probe_interval}
+        body = {"mode": mode} | {name: value for name, value in fields.items() if value is not None}
         return await self._json("PUT", "/dflash/policy", body, read_s=self._timeouts.control_s)
 
     async def stage(self, path: str) -> dict[str, Any]:

@@ -30,6 +30,9 @@ class Policy:
     max_batch_size: int | None = None
     """Largest running batch that still drafts; above it steps are root only. None: no limit. With many
     requests a verify pass becomes compute-bound and drafting loses."""
+    probe_interval: int | None = None
+    """Above `max_batch_size`, every n-th step drafts all the same, so that acceptance stays measured where
+    drafting does not pay. None: never."""
 
     def __post_init__(self) -> None:
         if self.mode is PolicyMode.OFF and self.num_nodes != 0:
@@ -38,8 +41,17 @@ class Policy:
             raise ConfigError("num_nodes", self.num_nodes, ">= 1 when mode is chain")
         if self.max_batch_size is not None and self.max_batch_size < 1:
             raise ConfigError("max_batch_size", self.max_batch_size, ">= 1, or null for no limit")
+        if self.probe_interval is not None and self.probe_interval < 2:
+            raise ConfigError("probe_interval", self.probe_interval, ">= 2 steps, or null for never")
 
-    def num_drafts(self, batch_size: int) -> int:
-        """Drafts per request at this batch size."""
+    def num_drafts(self, batch_size: int, step: int) -> int:
+        """Drafts per request at this batch size.
+
+        Args:
+            step: number of the decode step, equal on all ranks; decides which steps are probes.
+        """
+        if self.mode is PolicyMode.OFF:
+            return 0
         is_too_large = self.max_batch_size is not None and batch_size > self.max_batch_size
-        return 0 if self.mode is PolicyMode.OFF or is_too_large else self.num_nodes
+        is_probe = self.probe_interval is not None and step % self.probe_interval == 0
+        return 0 if is_too_large and not is_probe else self.num_nodes

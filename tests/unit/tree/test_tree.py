@@ -114,6 +114,7 @@ def test_chains_of_another_batch_are_refused() -> None:
         ({"mode": PolicyMode.OFF, "num_nodes": 1}, "num_nodes"),
         ({"mode": PolicyMode.CHAIN, "num_nodes": 0}, "num_nodes"),
         ({"mode": PolicyMode.CHAIN, "num_nodes": 1, "max_batch_size": 0}, "max_batch_size"),
+        ({"mode": PolicyMode.CHAIN, "num_nodes": 1, "probe_interval": 1}, "probe_interval"),
     ],
 )
 def test_a_policy_names_the_field_that_is_out_of_bounds(fields: dict[str, object], field: str) -> None:
@@ -124,5 +125,11 @@ def test_a_policy_names_the_field_that_is_out_of_bounds(fields: dict[str, object
 
 def test_a_policy_drafts_only_up_to_its_largest_batch() -> None:
     policy = Policy(mode=PolicyMode.CHAIN, num_nodes=7, max_batch_size=4)
-    assert [policy.num_drafts(n) for n in (1, 4, 5)] == [7, 7, 0]
-    assert Policy(mode=PolicyMode.OFF, num_nodes=0).num_drafts(1) == 0
+    assert [policy.num_drafts(n, step=0) for n in (1, 4, 5)] == [7, 7, 0]
+    assert Policy(mode=PolicyMode.OFF, num_nodes=0).num_drafts(1, step=0) == 0
+
+
+def test_probes_draft_every_nth_step_of_a_batch_that_is_too_large() -> None:
+    policy = Policy(mode=PolicyMode.CHAIN, num_nodes=3, max_batch_size=1, probe_interval=4)
+    assert [policy.num_drafts(8, step) for step in range(8)] == [3, 0, 0, 0, 3, 0, 0, 0]
+    assert [policy.num_drafts(1, step) for step in range(4)] == [3] * 4
