@@ -6,13 +6,20 @@ import asyncio
 import json
 from itertools import islice
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from dflash_online.cli.output import JsonOption, console_for, finish
 from dflash_online.errors import ConfigError
+from dflash_online.prompts.item import PromptItem
+from dflash_online.prompts.read import open_prompts, split_prompts
+
+if TYPE_CHECKING:  # importing them takes seconds (torch), which `--help` need not
+    from dflash_online.bench.measure import BenchConfig
+    from dflash_online.bench.report import BenchReport
 
 EXAMPLE = "Example: dflash-online bench --url http://127.0.0.1:30000 --concurrency 1,4 --policy off,chain"
 
@@ -49,8 +56,7 @@ def bench(
 
     Exit code 1 when a request failed or two greedy outputs differ.
     """
-    from dflash_online.bench.measure import BenchConfig, run_bench
-    from dflash_online.prompts.read import open_prompts, split_prompts
+    from dflash_online.bench.measure import BenchConfig
 
     items = iter(open_prompts(prompts))
     if held_out_share is not None:
@@ -70,16 +76,12 @@ def bench(
         extra_body=_object(extra_body),
     )
     console = console_for(as_json=as_json)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        tasks = {}
+    report = _run(config, list(islice(items, num_prompts)), console)
+    _finish(report, console, out, as_json=as_json)
 
-        def show(name: str, num_done: int, num_all: int) -> None:
-            if name not in tasks:
-                tasks[name] = bar.add_task(name, total=num_all)
-            bar.update(tasks[name], completed=num_done)
 
-        report = asyncio.run(run_bench(config, list(islice(items, num_prompts)), show))
+def _finish(report: BenchReport, console: Console, out: Path | None, *, as_json: bool) -> None:
+    """Table, file, JSON line and exit code."""
     result = report.to_json()
     console.print(report.table())
     if result["outputs_compared"]:
@@ -93,6 +95,22 @@ def bench(
     finish(console, result, as_json=as_json)
     if result["requests_failed"] or result["outputs_identical"] < result["outputs_compared"]:
         raise typer.Exit(1)
+
+
+def _run(config: BenchConfig, prompts: list[PromptItem], console: Console) -> BenchReport:
+    """Run every pass, with one progress bar per pass on a terminal."""
+    from dflash_online.bench.measure import run_bench
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def show(name: str, num_done: int, num_all: int) -> None:
+            if name not in tasks:
+                tasks[name] = bar.add_task(name, total=num_all)
+            bar.update(tasks[name], completed=num_done)
+
+        return asyncio.run(run_bench(config, prompts, show))
 
 
 def _numbers(text: str) -> tuple[int, ...]:

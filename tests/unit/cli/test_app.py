@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import typer
+from openai_server import Behaviour, serving
 
 from dflash_online.cli import main
 from dflash_online.cli.app import app
@@ -215,3 +216,27 @@ def test_merge_replaces_values_and_merges_objects() -> None:
     base = {"a": {"b": 1, "c": 2}, "d": 3}
     assert merge(base, {"a": {"b": 9}, "d": {"e": 4}}) == {"a": {"b": 9, "c": 2}, "d": {"e": 4}}
     assert base == {"a": {"b": 1, "c": 2}, "d": 3}
+
+
+def test_bench_measures_a_server_and_writes_its_result(run: Run, tmp_path: Path) -> None:
+    with serving(Behaviour()) as url:
+        out = tmp_path / "deep" / "bench.json"
+        outcome = run(
+            *("bench", "--url", url, "--policy", "off,chain", "--num-prompts", "3", "--warmup", "0"),
+            *("--out", str(out), "--json"),
+        )
+    assert outcome.code == 0
+    assert (outcome.json["outputs_compared"], outcome.json["outputs_identical"]) == (3, 3)
+    assert json.loads(out.read_text()) == outcome.json
+
+
+def test_bench_fails_when_outputs_differ(run: Run) -> None:
+    with serving(Behaviour(answer_by_policy=True)) as url:
+        outcome = run("bench", "--url", url, "--policy", "off,chain", "--num-prompts", "2")
+    assert outcome.code == 1
+    assert "greedy outputs identical: 0 of 2" in outcome.out
+
+
+def test_the_command_line_starts_without_torch() -> None:
+    code = "import sys, dflash_online.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
