@@ -33,6 +33,7 @@ from dflash_online.target.client import TargetClient
 from dflash_online.target.fetch import fetch_model
 
 _REQUEST_TIMEOUT_S = 300.0
+_MAX_DRAFTING_BATCH, _PROBE_INTERVAL = 4, 16
 
 
 def run_demo(config: DemoConfig, console: Console) -> DemoResult:
@@ -137,6 +138,7 @@ class _Demo:
                 for running, path in ((trainer, "/readyz"), (target, "/health")):
                     self._memory.add(running.service)
                     self._wait_ready(running, path)
+            set_policy(target.url)
             yield target, trainer
             self._screen.step("ending both services")
 
@@ -176,6 +178,22 @@ class _Demo:
         start = time.monotonic()
         yield
         self._steps_s[name] = time.monotonic() - start
+
+
+def set_policy(url: str) -> None:
+    """Draft where it pays on a CPU, in small batches. Captures run in large ones: a probe step now and then
+    keeps the live acceptance of each version measured while they do."""
+
+    async def put() -> None:
+        client = TargetClient(url)
+        try:
+            await client.set_policy(
+                "chain", max_batch_size=_MAX_DRAFTING_BATCH, probe_interval=_PROBE_INTERVAL
+            )
+        finally:
+            await client.aclose()
+
+    asyncio.run(put())
 
 
 def ask_info(url: str) -> dict[str, Any]:

@@ -17,7 +17,9 @@ from dflash_online.process.service import Service
 _HOST = "127.0.0.1"
 # The target's launcher itself gives SGLang time to end; the outer one must outlast it.
 _TARGET_GRACE_S, _TRAINER_GRACE_S = 60.0, 60.0
-_CAPTURE_SLOTS, _CAPTURE_TOKENS = 16, 1024
+_CAPTURE_SLOTS, _CAPTURE_TOKENS = 32, 1024
+# Target and trainer compute at the same time on two cores: one each. With two each, both crawl.
+_TARGET_THREADS = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ def start_target(model: Path, drafter: Path, log: Path) -> Running:
     port = free_port(_HOST)
     command = [sys.executable, "-m", "server_patches", "--model", str(model), "--drafter", str(drafter)]
     command += ["--host", _HOST, "--port", str(port), "--dtype", "float32"]
+    command += ["--cpu-threads", str(_TARGET_THREADS)]
     command += ["--capture-slots", str(_CAPTURE_SLOTS), "--capture-tokens", str(_CAPTURE_TOKENS)]
     return Running(Service("target", command, log, grace_s=_TARGET_GRACE_S), port)
 
