@@ -13,6 +13,7 @@ from dflash_online.errors import PluginError
 
 SGLANG_VERSION = "0.5.23"
 PLUGIN_NAME = "dflash_online"
+POLICY_ENV = "DFLASH_POLICY"
 ALGORITHM_NAME = "DFLASH_ONLINE"
 
 

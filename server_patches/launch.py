@@ -19,20 +19,34 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
 import psutil
 from rich.console import Console
 
-from dflash_online.drafter.checkpoint import check_against_target, load_checkpoint
+from dflash_online.drafter.checkpoint import (
+    TrainingInfo,
+    check_against_target,
+    export_tensors,
+    load_checkpoint,
+    save_checkpoint,
+)
+from dflash_online.drafter.init import initialize, new_drafter_config
 from dflash_online.errors import ConfigError, DflashOnlineError, PluginError
 from dflash_online.process.keeper import keep
 from dflash_online.process.port import require_free_port
 from dflash_online.target.model_info import TargetModelInfo
+from dflash_online.tree.policy import PolicyMode
 from server_patches.capture.slots import CAPTURE_DIR_ENV
-from server_patches.compat import ALGORITHM_NAME, PATCHED_NAMES, PLUGIN_NAME, require_supported_version
+from server_patches.compat import (
+    ALGORITHM_NAME,
+    PATCHED_NAMES,
+    PLUGIN_NAME,
+    POLICY_ENV,
+    require_supported_version,
+)
 from server_patches.plugin import ANNOUNCE_DIR_ENV, has_accelerator
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -46,7 +60,8 @@ class LaunchConfig:
     """What `python -m server_patches` was asked for."""
 
     model: Path
-    drafter: Path
+    drafter: Path | None = None
+    """None: a fresh one is made, and nothing is drafted until a trainer publishes and the policy says so."""
     host: str = "127.0.0.1"
     port: int = 30000
     dtype: str = "auto"
@@ -56,6 +71,8 @@ class LaunchConfig:
     capture_tokens: int = 4096
     """Tokens, response included, that a slot holds."""
     ready_timeout_s: float = 900.0
+    policy: str | None = None
+    """Policy at the start, off or chain; None: chain with a drafter, off with a fresh one."""
     cpu_threads: int | None = None
     """Compute threads of the server on a machine without a GPU; None: one per core. Two processes that
     both compute with all cores are many times slower than two that share the cores out: then set it."""
@@ -71,6 +88,8 @@ class LaunchConfig:
             raise ConfigError("capture_tokens", self.capture_tokens, ">= 16")
         if self.cpu_threads is not None and self.cpu_threads < 1:
             raise ConfigError("cpu_threads", self.cpu_threads, ">= 1")
+        if self.policy is not None and self.policy not in tuple(PolicyMode):
+            raise ConfigError("policy", self.policy, f"one of {[mode.value for mode in PolicyMode]}")
         if self.ready_timeout_s <= 0:
             raise ConfigError("ready_timeout_s", self.ready_timeout_s, "> 0 seconds")
         owned = ("--speculative-", "--model-path", "--model", "--host", "--port", "--dtype", "--device")
@@ -96,10 +115,18 @@ def check_before_start(config: LaunchConfig, environment: dict[str, str]) -> int
     if listed and PLUGIN_NAME not in [name.strip() for name in listed.split(",")]:
         raise PluginError(f"SGLANG_PLUGINS must contain {PLUGIN_NAME}, got {listed!r}")
     target = TargetModelInfo.from_folder(config.model)
-    drafter = load_checkpoint(config.drafter)
-    check_against_target(drafter.config, target)
+    drafter = new_drafter_config(target) if config.drafter is None else load_checkpoint(config.drafter).config
+    check_against_target(drafter, target)
     require_free_port("target", config.host, config.port)
-    return config.capture_tokens * drafter.config.feature_width * 2
+    return config.capture_tokens * drafter.feature_width * 2
+
+
+def make_fresh_drafter(model: Path, folder: Path) -> Path:
+    """Untrained weights, version 0, in the shape that `drafter init` makes by default."""
+    config = new_drafter_config(TargetModelInfo.from_folder(model))
+    tensors = export_tensors(initialize(config, seed=0), config)
+    save_checkpoint(folder, config, tensors, training=TrainingInfo(number=0))
+    return folder
 
 
 def make_environment(config: LaunchConfig, folder: Path, slot_bytes: int, *, on_gpu: bool) -> dict[str, str]:
@@ -111,6 +138,7 @@ def make_environment(config: LaunchConfig, folder: Path, slot_bytes: int, *, on_
         CAPTURE_DIR_ENV: str(folder / "slots"),
         "DFLASH_CAPTURE_SLOTS": str(config.capture_slots),
         "DFLASH_CAPTURE_SLOT_BYTES": str(slot_bytes),
+        POLICY_ENV: config.policy or ("off" if config.drafter is None else "chain"),
     }
     if not on_gpu:
         environment["SGLANG_USE_CPU_ENGINE"] = "1"
@@ -229,6 +257,11 @@ def launch(config: LaunchConfig) -> int:
     try:
         for name in ("announce", "slots"):
             (folder / name).mkdir(parents=True)
+        if config.drafter is None:
+            console.print("no --drafter: serving with a fresh one, policy off")
+            config = replace(
+                config, drafter=make_fresh_drafter(config.model, folder / "drafter"), policy="off"
+            )
         os.environ.update(make_environment(config, folder, slot_bytes, on_gpu=on_gpu))
         watch = ReadyWatch(config, folder)
         watch.start()
@@ -257,7 +290,10 @@ def main(arguments: Sequence[str]) -> int:
         epilog="example: python -m server_patches --model models/m --drafter models/d -- --tp-size 2",
     )
     parser.add_argument("--model", type=Path, help="folder of the target model")
-    parser.add_argument("--drafter", type=Path, help="folder of the drafter checkpoint")
+    parser.add_argument(
+        "--drafter", type=Path, help="folder of the drafter checkpoint (default: a fresh one)"
+    )
+    parser.add_argument("--policy", choices=[mode.value for mode in PolicyMode], help="policy at the start")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=30000)
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, ...")
@@ -275,8 +311,8 @@ def main(arguments: Sequence[str]) -> int:
         for patch in PATCHED_NAMES:
             Console().print(f"[bold]{patch.name}[/bold] ({patch.how}): {patch.reason}", highlight=False)
         return 0
-    if options.model is None or options.drafter is None:
-        parser.error("--model and --drafter are required")
+    if options.model is None:
+        parser.error("--model is required")
     fields = {k: v for k, v in vars(options).items() if k not in ("list_patches", "flags")}
     try:
         return launch(LaunchConfig(**fields, flags=tuple(flags)))

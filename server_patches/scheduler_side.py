@@ -16,6 +16,7 @@ from dflash_online.errors import ConfigError
 from dflash_online.tree.policy import Policy, PolicyMode
 from server_patches.acceptance import AcceptanceCounter, StepCounter, count_resolved_step
 from server_patches.capture.slots import CaptureKey
+from server_patches.compat import POLICY_ENV
 from server_patches.control import ControlHandler, DflashControlReqInput, StateConflictError
 from server_patches.probe import is_probe_key
 from server_patches.swap import DrafterSwap, require_one_data_parallel_rank
@@ -34,6 +35,7 @@ class SchedulerSide:
         self.control = ControlHandler()
         self.acceptance = AcceptanceCounter(_verify_step_series() if get_parallel().tp_rank == 0 else None)
         self.swap = DrafterSwap(worker, self.control, get_spec().speculative_draft_model_path)
+        worker.policy = self._policy({"mode": os.environ.get(POLICY_ENV, PolicyMode.CHAIN.value)})
         for name, method in (
             ("info", self.info),
             ("policy", self.set_policy),
@@ -66,6 +68,10 @@ class SchedulerSide:
 
     def set_policy(self, body: dict[str, Any]) -> dict[str, Any]:
         """Take a new policy from the next step on."""
+        self.worker.policy = self._policy(body)
+        return describe_policy(self.worker.policy)
+
+    def _policy(self, body: dict[str, Any]) -> Policy:
         num_drafts = self.swap.live.config.num_drafts
         try:
             mode = PolicyMode(str(body.get("mode")))
@@ -81,8 +87,7 @@ class SchedulerSide:
         )
         if policy.num_nodes > num_drafts:
             raise ConfigError("num_nodes", policy.num_nodes, f"at most {num_drafts} (block size minus one)")
-        self.worker.policy = policy
-        return describe_policy(policy)
+        return policy
 
     def report_acceptance(self, _body: dict[str, Any]) -> dict[str, Any]:
         return {"versions": self.acceptance.report()}

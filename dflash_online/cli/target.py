@@ -22,11 +22,19 @@ def _group() -> None:
     " -- --mem-fraction-static 0.3"
 )
 def serve(
-    model: Annotated[str, typer.Option(help="Hugging Face folder, or name, of the target model.")],
-    drafter: Annotated[Path | None, typer.Option(help="Drafter folder. Without: plain decoding.")] = None,
+    model: Annotated[str, typer.Option(help="Hugging Face folder of the target model.")],
+    drafter: Annotated[
+        Path | None, typer.Option(help="Drafter folder. Without: a fresh one, policy off.")
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 30000,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    policy: Annotated[str | None, typer.Option(help="Policy at the start: off or chain.")] = None,
+    capture_slots: Annotated[int | None, typer.Option(min=1, help="Captures in flight at most.")] = None,
+    capture_tokens: Annotated[int | None, typer.Option(min=16, help="Tokens that one capture holds.")] = None,
+    cpu_threads: Annotated[
+        int | None, typer.Option(min=1, help="Compute threads without a GPU; default: all cores.")
+    ] = None,
     sglang_flags: Annotated[
         list[str] | None, typer.Argument(help="After `--`: flags passed to SGLang.")
     ] = None,
@@ -39,6 +47,15 @@ def serve(
     if drafter is not None:
         arguments += ["--drafter", str(drafter)]
     arguments += ["--host", host, "--port", str(port), "--dtype", dtype]
+    optional = {
+        "--policy": policy,
+        "--capture-slots": capture_slots,
+        "--capture-tokens": capture_tokens,
+        "--cpu-threads": cpu_threads,
+    }
+    for flag, value in optional.items():
+        if value is not None:
+            arguments += [flag, str(value)]
     if sglang_flags:
         arguments += ["--", *sglang_flags]
     serve_module("server_patches", "target server", arguments, host, port)
