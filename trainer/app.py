@@ -3,7 +3,7 @@
     Settings --create_app--> FastAPI app: routes, error table, one lifespan
 
 Start      open the store (one service per runs folder), bring an unfinished run back to life.
-End        checkpoint and end the worker within `stop_s`; the run's state stays for the next start.
+End        checkpoint and end the worker within `shutdown_s`; the run's state stays for the next start.
 The event loop runs no training step: that is the worker's process.
 """
 
@@ -45,7 +45,7 @@ def create_app(settings: Settings) -> FastAPI:
             yield
         finally:
             await recovery
-            await service.controller.shutdown(within_s=settings.stop_s)
+            await service.controller.shutdown(within_s=settings.shutdown_s)
             service.store.close()
 
     app = FastAPI(title="DFlash Online trainer", version=__version__, lifespan=lifespan)

@@ -34,15 +34,17 @@ class Settings:
     restart_window_s: float = 600.0
     silence_s: float = 1800.0
     """Seconds without a word after which a worker is taken for hung, and killed."""
-    stop_s: float = 30.0
-    """Seconds that a worker has for its last checkpoint, on stop and on the service's own end."""
+    stop_s: float = 120.0
+    """Seconds that a worker has to end after POST /train/stop, gate included; then it is killed."""
+    shutdown_s: float = 15.0
+    """Seconds that it has for its last checkpoint when the service itself ends."""
 
     def __post_init__(self) -> None:
         _require("port", self.port, "in 0..65535", 0 <= self.port <= 65535)
         levels = ("debug", "info", "warning", "error")
         _require("log_level", self.log_level, f"one of {', '.join(levels)}", self.log_level in levels)
         _require("max_restarts", self.max_restarts, "at least 0", self.max_restarts >= 0)
-        for name in ("restart_window_s", "silence_s", "stop_s"):
+        for name in ("restart_window_s", "silence_s", "stop_s", "shutdown_s"):
             _require(name, getattr(self, name), "above 0", getattr(self, name) > 0)
 
 
@@ -59,7 +61,8 @@ _HELP = {
     "max_restarts": "restarts of a lost worker within the window",
     "restart_window_s": "seconds over which restarts are counted",
     "silence_s": "seconds without a word after which a worker is killed",
-    "stop_s": "seconds that a worker has for its last checkpoint",
+    "stop_s": "seconds that a worker has to end after a stop",
+    "shutdown_s": "seconds that it has when the service ends",
 }
 _SHORT_FLAGS = {"runs_dir": ("--runs",)}
 _PARSERS: dict[str, Callable[[str], Any]] = {"str": str, "int": int, "float": float, "Path": Path}

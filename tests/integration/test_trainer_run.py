@@ -308,6 +308,15 @@ def test_rollback_on_demand_makes_the_version_before_live(
     assert target.versions[-1] == before == trainer.status()["drafter_version"]
 
 
+def test_target_started_anew_gets_the_live_version_back(
+    trainer: TrainerProcess, target: FakeTarget, run_id: str
+) -> None:
+    live = trainer.status()["drafter_version"]
+    target.versions[:] = ["none"]
+    assert trainer.wait_for_event("restored")[0]["version"] == live
+    assert target.versions == ["none", live]
+
+
 def test_full_disk_costs_a_checkpoint_and_nothing_else(
     trainer: TrainerProcess, target: FakeTarget, run_id: str
 ) -> None:

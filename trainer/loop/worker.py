@@ -16,6 +16,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from trainer.loop.due import Due
 from trainer.loop.optimizer import DecayPhase, learning_rate, planned_decay
 from trainer.loop.parallel import Ranks
 from trainer.loop.records import StepLoader, StepPlan, pick_records
@@ -30,7 +31,6 @@ from trainer.store.store import Store
 
 _IDLE_S = 0.1
 _HEARTBEAT_S = 1.0
-_SAVE_RETRY_S = 10.0
 _MAX_SKIPPED_STEPS = 20
 
 
@@ -49,10 +49,7 @@ class WorkerLoop:
         self._phase = WorkerPhase.LOADING
         self._last_report = 0.0
         self._last_clock = time.monotonic()
-        self._last_save = self._last_publish = training.progress.trained_s
-        self._last_publish_step = training.progress.step
-        self._save_not_before = 0.0
-        self._is_publish_due = False
+        self._due = Due(run.config, training.progress)
         self._num_skipped = 0
         self._waiting_since: float | None = None
 
@@ -88,7 +85,7 @@ class WorkerLoop:
         control = self._store.runs.control(self._run_id)
         self._count_time(control)
         self._take_requests(control)
-        ending = self._ending(control)
+        ending = self._due.ending(control, self._training.progress)
         if ending is not None:
             return self._end(control, ending)
         self._save_when_due(control)
@@ -187,8 +184,6 @@ class WorkerLoop:
                 f"{self._num_skipped} steps in a row without a finite loss and gradient"
             )
 
-    # -- what is due ------------------------------------------------------------------------------------
-
     def _count_time(self, control: Control) -> None:
         """Add the time since the last order to the training time, unless it was a pause."""
         elapsed_s = time.monotonic() - self._last_clock
@@ -201,7 +196,7 @@ class WorkerLoop:
 
     def _take_requests(self, control: Control) -> None:
         if control.is_publish_requested:
-            self._is_publish_due = True
+            self._due.is_publish_due = True
             self._store.runs.request_publish(self._run_id, False)
         if control.decay_requested:
             progress = self._training.progress
@@ -219,57 +214,22 @@ class WorkerLoop:
             return DecayPhase(start_step=progress.decay_start, num_steps=progress.decay_steps)
         return planned_decay(self._config)
 
-    def _ending(self, control: Control) -> WorkerPhase | None:
-        progress, config = self._training.progress, self._config
-        if control.desired is Desired.STOP:
-            return WorkerPhase.STOPPED
-        if control.desired is Desired.SUSPEND:
-            return WorkerPhase.SUSPENDED
-        if control.desired is Desired.PAUSE:
-            return None
-        if config.max_steps is not None and progress.step >= config.max_steps:
-            return WorkerPhase.COMPLETED
-        if config.max_minutes is not None and progress.trained_s >= 60 * config.max_minutes:
-            return WorkerPhase.COMPLETED
-        return None
-
     def _end(self, control: Control, ending: WorkerPhase) -> dict[str, Any]:
-        is_final_publish = ending is WorkerPhase.COMPLETED and self._config.publish_final
-        publishes = self._publishes_by_itself() and is_final_publish
-        self._save(
-            control, publish=publishes or (self._is_publish_due and ending is not WorkerPhase.SUSPENDED)
-        )
+        self._save(control, publish=self._due.publishes_at_end(ending))
         return {"do": "end", "phase": ending.value}
 
-    def _publishes_by_itself(self) -> bool:
-        return self._config.publish_every_s is not None or self._config.publish_every_steps is not None
-
     def _save_when_due(self, control: Control) -> None:
-        if time.monotonic() < self._save_not_before:
-            return
-        progress, config = self._training.progress, self._config
-        if progress.step > self._last_publish_step:
-            by_time, by_steps = config.publish_every_s, config.publish_every_steps
-            self._is_publish_due |= by_time is not None and progress.trained_s - self._last_publish >= by_time
-            self._is_publish_due |= (
-                by_steps is not None and progress.step - self._last_publish_step >= by_steps
-            )
-        publish = self._is_publish_due and self._saver.gate_is_ready()
-        if publish or progress.trained_s - self._last_save >= config.checkpoint_every_s:
+        is_save_due = self._due.look(self._training.progress)
+        publish = self._due.is_publish_due and self._saver.gate_is_ready()
+        if self._due.may_save and (publish or is_save_due):
             self._save(control, publish=publish)
 
     def _save(self, control: Control, *, publish: bool) -> None:
         self._report(WorkerPhase.SAVING, force=True)
-        self._last_save = self._training.progress.trained_s
-        if not self._saver.save(cursor=control.cursor, publish=publish):
-            self._save_not_before = time.monotonic() + _SAVE_RETRY_S
-            return
-        if publish:
-            self._is_publish_due = False
-            self._last_publish = self._training.progress.trained_s
-            self._last_publish_step = self._training.progress.step
-
-    # -- reports ----------------------------------------------------------------------------------------
+        if self._saver.save(cursor=control.cursor, publish=publish):
+            self._due.saved(self._training.progress, published=publish)
+        else:
+            self._due.failed(self._training.progress)
 
     def _wait(self, phase: WorkerPhase) -> dict[str, Any]:
         self._report(phase)

@@ -60,8 +60,6 @@ class RunController:
         runs = self._store.runs.all()
         return runs[0] if runs else None
 
-    # -- actions of users -------------------------------------------------------------------------------
-
     async def start(self, config: RunConfig) -> RunRow:
         """Check everything, then begin a run. The worker loads after this returned."""
         async with self._turn:
@@ -139,8 +137,6 @@ class RunController:
         self._store.events.add(run.run_id, EventKind.PROMPTS_ADDED, count=len(queue))
         return {"accepted": len(queue), "held_out": num_held_out, "queued": size, "bound": MAX_ADDED_PROMPTS}
 
-    # -- life of the service ----------------------------------------------------------------------------
-
     async def recover(self) -> None:
         """Bring the unfinished run of the last service back to life."""
         unfinished = [run for run in self._store.runs.all() if run.state not in TERMINAL]
@@ -197,8 +193,6 @@ class RunController:
             return  # state kept: `recover` goes on with it
         final = RunState.STOPPED if run.state is RunState.STOPPING else _END_OF_PHASE[phase]
         self._finish(active.run_id, final, "")
-
-    # -- transitions ------------------------------------------------------------------------------------
 
     def _on_ready(self) -> None:
         if self._active is not None and self._state() is RunState.STARTING:

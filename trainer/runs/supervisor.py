@@ -45,8 +45,8 @@ class SupervisorConfig:
     first_wait_s: float = 1.0
     silence_s: float = 1800.0
     """A worker whose heartbeat is older is killed; above the time that a gate may take."""
-    stop_s: float = 30.0
-    """Time for the last checkpoint; then the worker is killed."""
+    stop_s: float = 120.0
+    """Time to end after a stop; then the worker is killed."""
 
 
 class Supervisor:

@@ -191,8 +191,9 @@ class RecordTable:
         )
 
     def paths(self, run_id: str) -> set[str]:
-        """Files that rows name."""
-        return {row["path"] for row in self._db.all("SELECT path FROM records WHERE run_id = ?", run_id)}
+        """Files that may be read."""
+        rows = self._db.all("SELECT path FROM records WHERE run_id = ? AND state = 'ready'", run_id)
+        return {row["path"] for row in rows}
 
     def totals(self, run_id: str) -> RecordTotals:
         """Counts for status, metrics and the buffer's bound."""
