@@ -13,6 +13,8 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 STAMP := $(VENV)/.installed
 REQUIREMENTS := $(addprefix docker/requirements-,sglang-cpu.txt app.txt dev.txt)
 MODEL := models/smollm2-135m
+# Another implementation of the drafter, beside ours and never on our path: a test loads our checkpoints with it.
+RIVALS := $(VENV)/rivals
 
 .PHONY: demo test check install clean
 .DEFAULT_GOAL := check
@@ -31,6 +33,10 @@ $(MODEL)/fetched.json: $(STAMP)
 	@$(BIN)/dflash-online model fetch smollm2-135m --to $(MODEL)
 	@touch $@
 
+$(RIVALS)/.installed: $(STAMP)
+	@$(PIP) install --no-deps --target $(RIVALS) dflash==0.1.0
+	@touch $@
+
 demo: $(STAMP)
 	@$(BIN)/dflash-online demo --minutes $(MINUTES)
 
@@ -39,8 +45,8 @@ check: $(STAMP)
 	@$(BIN)/mypy --no-error-summary
 	@$(BIN)/python -m pytest -q tests/unit
 
-test: $(MODEL)/fetched.json
-	@DFLASH_MODEL=$(CURDIR)/$(MODEL) $(BIN)/python -m pytest -q
+test: $(MODEL)/fetched.json $(RIVALS)/.installed
+	@DFLASH_MODEL=$(CURDIR)/$(MODEL) DFLASH_RIVALS=$(CURDIR)/$(RIVALS) $(BIN)/python -m pytest -q
 
 clean:
 	rm -rf $(VENV) models demo-out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
