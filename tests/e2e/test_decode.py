@@ -38,8 +38,7 @@ def test_without_drafting_the_server_answers_as_transformers_does(
         assert logits.argmax(-1).tolist() == output
 
 
-@pytest.mark.parametrize("concurrency", [1, 4, 10])
-@pytest.mark.parametrize("num_nodes", [1, 4, 7])
+@pytest.mark.parametrize(("concurrency", "num_nodes"), [(1, 7), (4, 4), (10, 7), (10, 1)])
 def test_greedy_output_of_a_chain_equals_plain_decoding(
     chain_server: TargetServer, plain_outputs: list[list[int]], concurrency: int, num_nodes: int
 ) -> None:
@@ -71,11 +70,12 @@ def test_above_the_largest_batch_size_nothing_is_drafted(chain_server: TargetSer
 @pytest.mark.parametrize("mode", ["off", "chain"])
 def test_a_request_may_run_into_the_context_limit(chain_server: TargetServer, mode: str) -> None:
     chain_server.set_policy(mode)
-    input_ids = [500 + i % 40 for i in range(CONTEXT_LENGTH - 6)]
+    # SGLang keeps a few tokens of the context for itself.
+    input_ids = [500 + i % 40 for i in range(CONTEXT_LENGTH - 12)]
     body = {"input_ids": input_ids, "sampling_params": {"temperature": 0.0, "ignore_eos": True}}
     answer = chain_server.post("/generate", body)
     assert answer["meta_info"]["finish_reason"]["type"] == "length"
-    assert 1 <= len(answer["output_ids"]) <= 6
+    assert 5 <= len(answer["output_ids"]) <= 12
     assert chain_server.client.get("/health").status_code == httpx.codes.OK
 
 
