@@ -33,13 +33,13 @@ class DemoConfig:
     models_dir: Path = Path("models")
     """Where the model is kept for the next time."""
     run_config: Path = EXAMPLE_CONFIG
-    num_prompts: int = 24
+    num_prompts: int = 20
     """Held-out prompts of the comparison of first and last version."""
-    max_tokens: int = 64
+    max_tokens: int = 48
     """Per answer of that comparison."""
     concurrency: int = 4
     """Requests in flight in that comparison."""
-    num_latency_prompts: int = 8
+    num_latency_prompts: int = 4
     """Held-out prompts of the speed passes, sent one at a time: where speculation pays on a small machine."""
     ready_timeout_s: float = 420.0
     """For a service to answer after its start."""
