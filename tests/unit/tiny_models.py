@@ -54,6 +54,7 @@ def tiny_drafter(config: DrafterConfig | None = None, seed: int = 0) -> DFlashDr
     with torch.no_grad():
         for parameter in drafter.parameters():
             parameter.mul_(8.0 if parameter.ndim > 1 else 1.0)
+        drafter.norm.weight.fill_(1.0)
     return drafter
 
 

@@ -82,7 +82,8 @@ def test_same_seed_same_weights_other_seed_other_weights():
         assert torch.equal(tensor, same.state_dict()[name])
     assert not torch.equal(one.fc.weight, other.fc.weight)
     assert abs(float(one.fc.weight.detach().std()) - 0.02) < 0.002
-    assert torch.equal(one.norm.weight, torch.ones_like(one.norm.weight))
+    assert torch.equal(one.hidden_norm.weight, torch.ones_like(one.hidden_norm.weight))
+    assert torch.equal(one.norm.weight, torch.full_like(one.norm.weight, 0.3))
 
 
 def test_warm_start_gives_the_weights_of_the_folder_and_checks_the_target(tmp_path):
