@@ -112,7 +112,7 @@ def naive_loss(drafter: DFlashDrafter, head: FrozenHead, batch: PackedBatch) -> 
     return (loss_N * weight_N).sum() / weight_N.sum()
 
 
-def run_child(rival: str, shape: Shape, use_autocast: bool) -> None:
+def run_child(rival: str, shape: Shape) -> None:
     """Answer each line on standard input with the seconds of one step; then the peak memory in MiB."""
     torch.set_num_threads(shape.num_threads)
     torch.manual_seed(0)
@@ -129,8 +129,7 @@ def run_child(rival: str, shape: Shape, use_autocast: bool) -> None:
         batch = pack_records(
             records, block_size=shape.block_size, num_anchors=shape.num_anchors, generator=generator
         )
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=use_autocast):
-            loss = loss_of(drafter, head, batch)
+        loss = loss_of(drafter, head, batch)
         optimizer.zero_grad(set_to_none=True)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
@@ -151,13 +150,13 @@ def peak_rss_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def measure(shape: Shape, steps: int, warmup: int, use_autocast: bool) -> dict[str, dict[str, float | str]]:
+def measure(shape: Shape, steps: int, warmup: int) -> dict[str, dict[str, float | str]]:
     """Run both rivals step by step in turn and sum up the steps after the warm-up."""
     arguments = [str(getattr(shape, name)) for name in Shape.__slots__]
     environment = os.environ | {"OMP_NUM_THREADS": str(shape.num_threads)}
     children = {
         rival: subprocess.Popen(
-            [sys.executable, __file__, "child", rival, *arguments, str(int(use_autocast))],
+            [sys.executable, __file__, "child", rival, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -206,10 +205,9 @@ def main(
     warmup: Annotated[int, typer.Option(help="Steps before measuring.")] = 2,
     layers: Annotated[int, typer.Option(help="Draft layers.")] = 2,
     block_size: Annotated[int, typer.Option(help="Slots per block.")] = 8,
-    records: Annotated[int, typer.Option(help="Records per step.")] = 16,
-    anchors: Annotated[int, typer.Option(help="Anchors per step.")] = 128,
+    records: Annotated[int, typer.Option(help="Records per step.")] = 8,
+    anchors: Annotated[int, typer.Option(help="Anchors per step.")] = 64,
     threads: Annotated[int, typer.Option(help="Threads of each child; they take turns.")] = 2,
-    autocast: Annotated[bool, typer.Option(help="Run the drafter's own products in bfloat16.")] = False,
 ) -> None:
     """Measure one training step, chunked loss against naive full logits."""
     shape = Shape(
@@ -219,7 +217,7 @@ def main(
         num_anchors=anchors,
         num_threads=threads,
     )
-    results = measure(shape, steps, warmup, autocast)
+    results = measure(shape, steps, warmup)
     for rival, figures in results.items():
         print(rival, *(f"{name}={value}" for name, value in figures.items()))
     summary = {
@@ -231,7 +229,6 @@ def main(
         "records": records,
         "anchors": anchors,
         "threads": threads,
-        "autocast": autocast,
         "steps": steps,
         **results,
     }
@@ -240,7 +237,7 @@ def main(
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["child"]:
-        layers_, block_, records_, anchors_, threads_, autocast_ = map(int, sys.argv[3:])
+        layers_, block_, records_, anchors_, threads_ = map(int, sys.argv[3:])
         run_child(
             sys.argv[2],
             Shape(
@@ -250,7 +247,6 @@ if __name__ == "__main__":
                 num_anchors=anchors_,
                 num_threads=threads_,
             ),
-            bool(autocast_),
         )
     else:
         typer.run(main)

@@ -244,6 +244,8 @@ class PortInUseError(ProcessError):
     """Another process already listens on the port that a service was told to use."""
 
     def __init__(self, name: str, host: str, port: int) -> None:
-        super().__init__(name, f"port {port} on {host} is in use; end what listens there, or give another port")
+        super().__init__(
+            name, f"port {port} on {host} is in use; end what listens there, or give another port"
+        )
         self.args = (name, host, port)
         self.host, self.port = host, port

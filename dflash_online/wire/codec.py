@@ -105,7 +105,9 @@ def encode_record(record: Record, *, frame_bytes: int = FRAME_BYTES) -> Iterator
     features_TF, header = record.features_TF, record.header
     if tuple(features_TF.shape) != (header.num_rows, header.row_width) or features_TF.dtype != torch.bfloat16:
         raise CorruptRecordError(
-            "features", (tuple(features_TF.shape), features_TF.dtype), f"bfloat16 [{header.num_rows}, {header.row_width}]"
+            "features",
+            (tuple(features_TF.shape), features_TF.dtype),
+            f"bfloat16 [{header.num_rows}, {header.row_width}]",
         )
     packed = pack_header(header)
     yield _frame_prefix(HEADER_FRAME, len(packed)) + packed
@@ -170,7 +172,8 @@ class RecordDecoder:
         if self._record is None:
             row_bytes = 2 * self._header.row_width if self._header else 1
             raise TruncatedRecordError(
-                self._received // row_bytes if self._header else 0, self._header.num_rows if self._header else None
+                self._received // row_bytes if self._header else 0,
+                self._header.num_rows if self._header else None,
             )
         return self._record
 
@@ -193,7 +196,9 @@ class RecordDecoder:
                 raise CorruptRecordError("frame kind", self._frame_kind, f"{HEADER_FRAME} (header) first")
             if self._received + self._frame_left > len(self._view):
                 raise CorruptRecordError(
-                    "feature bytes", self._received + self._frame_left, f"at most {len(self._view)} as in the header"
+                    "feature bytes",
+                    self._received + self._frame_left,
+                    f"at most {len(self._view)} as in the header",
                 )
             return
         expected = TRAILER_FRAME if self._header else HEADER_FRAME

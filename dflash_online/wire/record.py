@@ -85,7 +85,9 @@ class RecordHeader:
         if self.num_rows != num_tokens - 1:
             raise CorruptRecordError("num_rows", self.num_rows, f"len(token_ids) - 1 = {num_tokens - 1}")
         if self.row_width < 1 or not self.layer_ids or self.row_width % len(self.layer_ids):
-            raise CorruptRecordError("row_width", self.row_width, f"a multiple of {len(self.layer_ids)} layers")
+            raise CorruptRecordError(
+                "row_width", self.row_width, f"a multiple of {len(self.layer_ids)} layers"
+            )
         if self.dtype != "bfloat16":
             raise CorruptRecordError("dtype", self.dtype, "'bfloat16'")
         if not 1 <= self.prompt_length <= num_tokens:
