@@ -190,6 +190,8 @@ class ReadyWatch:
     def __init__(self, config: LaunchConfig, folder: Path) -> None:
         self._config, self._announce = config, folder / "announce"
         self.failure: str | None = None
+        self.upstream_files: set[Path] = set()
+        """Shared memory that SGLang itself makes and, when it is ended by a signal, leaves behind."""
 
     def start(self) -> None:
         """Watch beside the keeper, which needs the main thread."""
@@ -199,6 +201,7 @@ class ReadyWatch:
         try:
             self._wait_until_ready()
             self.require_active_everywhere()
+            self.upstream_files = _mapped_files(SHARED_MEMORY, prefix="sglang_")
         except PluginError as exc:
             self.failure = str(exc)
             os.kill(os.getpid(), signal.SIGTERM)
@@ -236,6 +239,18 @@ class ReadyWatch:
             raise PluginError("the plugin is not active in any process")
 
 
+def _mapped_files(folder: Path, prefix: str) -> set[Path]:
+    """Files of the folder that a process of ours has mapped now."""
+    found: set[Path] = set()
+    for process in psutil.Process().children(recursive=True):
+        try:
+            mapped = [Path(entry.path) for entry in process.memory_maps()]
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+        found |= {path for path in mapped if path.parent == folder and path.name.startswith(prefix)}
+    return found
+
+
 def _sglang_role(process: psutil.Process) -> str | None:
     """Name of an SGLang process; None for helpers such as multiprocessing's resource tracker."""
     try:
@@ -268,6 +283,8 @@ def launch(config: LaunchConfig) -> int:
         code = keep(make_command(config, on_gpu=on_gpu))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+    for path in watch.upstream_files:
+        path.unlink(missing_ok=True)
     if watch.failure is not None:
         console.print(f"[red]error:[/red] {watch.failure}")
         return _EXIT_INACTIVE

@@ -26,7 +26,7 @@ MODEL_NAME = "smollm2-135m"
 class DemoConfig:
     """One demo."""
 
-    minutes: float = 10.0
+    minutes: float = 9.0
     """Of training."""
     workdir: Path = Path("demo-out")
     """Logs, checkpoints and records; emptied at the start."""
@@ -35,11 +35,11 @@ class DemoConfig:
     run_config: Path = EXAMPLE_CONFIG
     num_prompts: int = 20
     """Held-out prompts of the comparison of first and last version."""
-    max_tokens: int = 48
+    max_tokens: int = 40
     """Per answer of that comparison."""
     concurrency: int = 4
     """Requests in flight in that comparison."""
-    num_latency_prompts: int = 4
+    num_latency_prompts: int = 3
     """Held-out prompts of the speed passes, sent one at a time: where speculation pays on a small machine."""
     ready_timeout_s: float = 420.0
     """For a service to answer after its start."""

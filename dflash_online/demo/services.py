@@ -20,6 +20,7 @@ _TARGET_GRACE_S, _TRAINER_GRACE_S = 60.0, 60.0
 _CAPTURE_SLOTS, _CAPTURE_TOKENS = 32, 1024
 # Target and trainer compute at the same time on two cores: one each. With two each, both crawl.
 _TARGET_THREADS = 1
+_MAX_TOTAL_TOKENS = 12288
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,8 @@ def start_target(model: Path, drafter: Path, log: Path) -> Running:
     command += ["--host", _HOST, "--port", str(port), "--dtype", "float32"]
     command += ["--cpu-threads", str(_TARGET_THREADS)]
     command += ["--capture-slots", str(_CAPTURE_SLOTS), "--capture-tokens", str(_CAPTURE_TOKENS)]
+    # Room for every capture in flight; SGLang's default would take a gigabyte more.
+    command += ["--", "--max-total-tokens", str(_MAX_TOTAL_TOKENS)]
     return Running(Service("target", command, log, grace_s=_TARGET_GRACE_S), port)
 
 
