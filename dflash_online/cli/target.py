@@ -35,8 +35,6 @@ def serve(
     cpu_threads: Annotated[
         int | None, typer.Option(min=1, help="Compute threads without a GPU; default: all cores.")
     ] = None,
-    capture_slots: Annotated[int, typer.Option(min=1, help="Captures in flight; one more is shed.")] = 32,
-    capture_tokens: Annotated[int, typer.Option(min=16, help="Tokens that a capture may have.")] = 4096,
     sglang_flags: Annotated[
         list[str] | None, typer.Argument(help="After `--`: flags passed to SGLang.")
     ] = None,
@@ -58,7 +56,6 @@ def serve(
     for flag, value in optional.items():
         if value is not None:
             arguments += [flag, str(value)]
-    arguments += ["--capture-slots", str(capture_slots), "--capture-tokens", str(capture_tokens)]
     if sglang_flags:
         arguments += ["--", *sglang_flags]
     serve_module("server_patches", "target server", arguments, host, port)

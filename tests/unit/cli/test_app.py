@@ -195,7 +195,6 @@ def test_serve_passes_arguments_and_exit_code_through(tmp_path: Path) -> None:
         "--dtype",
         "float32",
     ]
-    expected += ["--capture-slots", "32", "--capture-tokens", "4096"]
     assert done.stdout.strip() == str([*expected, "--", "--mem-fraction-static", "0.3"])
 
 
