@@ -6,10 +6,12 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from tiny_models import HIDDEN, VOCAB, tiny_config, tiny_drafter, write_target_folder
@@ -141,6 +143,8 @@ def test_a_process_without_the_plugin_is_named(tmp_path: Path) -> None:
         ["bash", "-c", 'exec -a "sglang::scheduler" sleep 60'], stdout=subprocess.DEVNULL
     )
     try:
+        while not psutil.Process(child.pid).cmdline()[0].startswith("sglang::"):
+            time.sleep(0.01)  # bash has not taken its new name yet
         watch = ReadyWatch(config(), tmp_path)
         with pytest.raises(PluginError, match=rf"not active in these processes: .*{child.pid}"):
             watch.require_active_everywhere()
