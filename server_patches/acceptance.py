@@ -11,6 +11,7 @@ number of versions served. Steps that drafted nothing are no verify steps and ar
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -43,8 +44,6 @@ class AcceptanceCounter:
 
     def add(self, tag: StepTag, num_accepted: int) -> None:
         """Count one verify step of one request."""
-        if not tag.num_drafts:
-            return
         histogram = self._histograms[tag.drafter_version, tag.policy]
         histogram.extend([0] * (num_accepted + 1 - len(histogram)))
         histogram[num_accepted] += 1
@@ -68,11 +67,15 @@ class AcceptanceCounter:
         ]
 
 
-def count_resolved_step(counter: AcceptanceCounter, result: Any, batch: Any) -> None:
-    """Count every request of a resolved step that was still running, as SGLang does for its own histogram."""
+def drafted_requests(result: Any, batch: Any) -> Iterator[tuple[StepTag, Any, int]]:
+    """Every request of a resolved verify step that was still running, as SGLang counts for its own histogram.
+
+    Yields:
+        The step's tag, the request, its accepted drafts. Nothing for prefill and for steps without drafts.
+    """
     tag: StepTag | None = getattr(result, "dflash_step", None)
-    if tag is None:
+    if tag is None or not tag.num_drafts:
         return
     for request, num_accepted in zip(batch.reqs, result.num_correct_drafts_per_req_cpu, strict=True):
         if not (request.is_retracted or request.finished()):
-            counter.add(tag, num_accepted)
+            yield tag, request, num_accepted

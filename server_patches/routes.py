@@ -25,7 +25,6 @@ from dflash_online.prompts.item import Message
 from dflash_online.prompts.template import render_conversation, render_prompt
 from dflash_online.wire.record import RecordSource, TargetIdentity
 from server_patches.capture.session import (
-    CaptureError,
     CapturePlan,
     CaptureSession,
     CaptureShedError,
@@ -336,6 +335,3 @@ def add_routes() -> None:
     for endpoint in control:
         auth_level(AuthLevel.ADMIN_OPTIONAL)(endpoint)
     http_server.app.include_router(router)
-
-
-__all__ = ["CaptureError", "add_routes", "router"]

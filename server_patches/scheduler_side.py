@@ -14,7 +14,7 @@ from safetensors.torch import save as serialize
 
 from dflash_online.errors import ConfigError
 from dflash_online.tree.policy import Policy, PolicyMode
-from server_patches.acceptance import AcceptanceCounter, StepCounter, count_resolved_step
+from server_patches.acceptance import AcceptanceCounter, StepCounter, drafted_requests
 from server_patches.capture.slots import CaptureKey
 from server_patches.compat import POLICY_ENV
 from server_patches.control import ControlHandler, DflashControlReqInput, StateConflictError
@@ -105,11 +105,9 @@ class SchedulerSide:
 
     def count_step(self, result: Any, batch: Any) -> None:
         """Called where SGLang resolves a verify step on the host."""
-        count_resolved_step(self.acceptance, result, batch)
-        for request, num_accepted in zip(batch.reqs, result.num_correct_drafts_per_req_cpu, strict=True):
-            tag = getattr(result, "dflash_step", None)
-            if tag is not None and tag.num_drafts and not (request.is_retracted or request.finished()):
-                self.worker.tap.count_accepted(request.extra_key, num_accepted)
+        for tag, request, num_accepted in drafted_requests(result, batch):
+            self.acceptance.add(tag, num_accepted)
+            self.worker.tap.count_accepted(request.extra_key, num_accepted)
 
     def cache_key(self, extra_key: str | None) -> str:
         """The request's prefix-cache key, bound to the live drafter; captures have one of their own."""

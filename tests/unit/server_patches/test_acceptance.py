@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from server_patches.acceptance import AcceptanceCounter, StepTag, count_resolved_step
+from server_patches.acceptance import AcceptanceCounter, StepTag, drafted_requests
 
 
 @dataclass
@@ -36,22 +36,23 @@ def test_tau_is_pooled_over_steps_with_the_bonus() -> None:
     assert (entry["num_steps"], entry["num_committed"], entry["tau"]) == (4, 8, 2.0)
 
 
-def test_versions_are_counted_apart_and_root_only_steps_not_at_all() -> None:
+def test_versions_are_counted_apart() -> None:
     counter = AcceptanceCounter()
     counter.add(StepTag("1-a", 7), 2)
     counter.add(StepTag("2-b", 7), 0)
-    counter.add(StepTag("2-b", 0), 0)
     assert {e["drafter_version"]: e["num_steps"] for e in counter.report()} == {"1-a": 1, "2-b": 1}
 
 
+def counted(result: FakeResult, batch: FakeBatch) -> list[int]:
+    return [num_accepted for _, _, num_accepted in drafted_requests(result, batch)]
+
+
 def test_requests_that_had_ended_or_were_retracted_are_left_out() -> None:
-    counter = AcceptanceCounter()
     batch = FakeBatch([FakeRequest(), FakeRequest(is_over=True), FakeRequest(is_retracted=True)])
-    count_resolved_step(counter, FakeResult([1, 5, 6], StepTag("1-a", 7)), batch)
-    assert counter.report()[0]["histogram"] == [0, 1]
+    assert counted(FakeResult([1, 5, 6], StepTag("1-a", 7)), batch) == [1]
 
 
-def test_a_result_of_prefill_carries_no_tag_and_counts_nothing() -> None:
-    counter = AcceptanceCounter()
-    count_resolved_step(counter, FakeResult([1]), FakeBatch([FakeRequest()]))
-    assert counter.report() == []
+def test_prefill_and_steps_without_drafts_count_nothing() -> None:
+    batch = FakeBatch([FakeRequest()])
+    assert counted(FakeResult([1]), batch) == []
+    assert counted(FakeResult([0], StepTag("1-a", 0)), batch) == []
