@@ -1,4 +1,4 @@
-"""The real SGLang with the real SmolLM2-135M, once per session, in float32 so that outputs can be compared.
+"""The real SGLang with the real SmolLM2-135M, once for this folder, in float32, where outputs compare.
 
 The model folder comes from the environment variable DFLASH_MODEL, which `make test` sets after fetching it.
 Without it these tests are skipped by name. One server, small on purpose: prefill chunks of 64 tokens, a
@@ -69,7 +69,7 @@ def frozen(model_folder: Path) -> FrozenHead:
     return FrozenHead.from_folder(model_folder, dtype=torch.float32)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def server(
     model_folder: Path, drafters: list[Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[TargetServer]:
