@@ -1,0 +1,203 @@
+"""The best trees of a batch: the `num_nodes` heaviest prefixes of each request's drafter logits.
+
+    drafter logits --top_candidates--> Candidates --tree_of_candidates--> DraftTrees
+
+A prefix weighs the sum of its log-probabilities, added in float32 from the root down. Of two prefixes the
+heavier is better; equal weights are ordered by their rank tuples, smaller ranks first and a prefix before
+what it begins. With log-probabilities that never exceed 0 and fall with the rank, no node is better than its
+parent or its elder sibling, so the best prefixes are a tree. `reference.heap_tree` is the slow twin.
+
+Pure torch; every shape follows from the shapes of the inputs, nothing is read back by the host. Inside a CUDA
+graph run it once before capture, as for any torch code. Raises ShapeError and ConfigError. Knows no SGLang.
+
+Shape letters: R = requests, D = depths (drafts per block), V = vocabulary, K = candidates per depth,
+S = nodes kept so far, root included, N = S at the end; G = V / 64 groups; C = entries that
+are selected from.
+
+Source: DDTree (arXiv 2604.12989); specification, sections D.1 and D.2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dflash_online.errors import ConfigError, ShapeError
+from dflash_online.tree.draft_tree import DraftTrees, root_trees
+
+GROUP_SIZE = 64
+LOW_32_BITS = (1 << 32) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The most probable tokens of each depth, in falling order.
+
+    One depth, two candidates: `token_id_RDK = [[[2, 0]]]`, `log_prob_RDK = [[[-0.2, -1.9]]]`.
+    """
+
+    token_id_RDK: Tensor  # [R, D, K] int64, distinct within a depth; equal logits: smaller token first
+    log_prob_RDK: Tensor  # [R, D, K] float32, at most 0; normalized over the full vocabulary
+
+
+def top_candidates(logits_RDV: Tensor, num_candidates: int) -> Candidates:
+    """The `min(num_candidates, V)` largest logits of each depth; of equal logits the smaller token first.
+
+    Log-probabilities are `logit - logsumexp(all V logits)` in float32. A depth whose normalizer is not
+    finite gives -inf, so that trees stay well-formed.
+
+    Raises:
+        ConfigError: `num_candidates` is below 1.
+        ShapeError: the logits are not [R, D, V] with V >= 1.
+    """
+    if logits_RDV.ndim != 3 or logits_RDV.shape[2] < 1:
+        raise ShapeError(f"logits {tuple(logits_RDV.shape)}, not [R, D, V] with V >= 1")
+    if num_candidates < 1:
+        raise ConfigError("num_candidates", num_candidates, ">= 1")
+    width = min(num_candidates, logits_RDV.shape[2])
+    if logits_RDV.numel() == 0:
+        empty_RDK = logits_RDV.new_empty((*logits_RDV.shape[:2], width))
+        return Candidates(empty_RDK.to(torch.int64), empty_RDK.float())
+    token_id_RDK = _largest(logits_RDV, width)
+    logit_RDK = logits_RDV.gather(2, token_id_RDK).float()
+    log_prob_RDK = logit_RDK - _log_normalizer(logits_RDV, logit_RDK[:, :, :1])
+    log_prob_RDK = log_prob_RDK.nan_to_num(nan=-torch.inf, neginf=-torch.inf).clamp(max=0.0)
+    return Candidates(token_id_RDK, log_prob_RDK)
+
+
+def tree_of_candidates(anchor_R: Tensor, candidates: Candidates, num_nodes: int) -> DraftTrees:
+    """The `num_nodes` best prefixes of the candidates, or all prefixes where there are fewer.
+
+    Nodes are ordered by depth, then by rank tuple.
+
+    Args:
+        num_nodes: draft nodes of each tree; the root is not counted.
+
+    Raises:
+        ConfigError: `num_nodes` is negative.
+        ShapeError: anchors and candidates are of different batches.
+    """
+    token_id_RDK, log_prob_RDK = candidates.token_id_RDK, candidates.log_prob_RDK
+    _check(anchor_R, log_prob_RDK, num_nodes)
+    if token_id_RDK.shape != log_prob_RDK.shape:
+        raise ShapeError(f"tokens {tuple(token_id_RDK.shape)}, log probs {tuple(log_prob_RDK.shape)}")
+    max_depth, width = min(log_prob_RDK.shape[1], num_nodes), min(log_prob_RDK.shape[2], max(num_nodes, 1))
+    if max_depth == 0 or anchor_R.shape[0] == 0:
+        return root_trees(anchor_R)
+    depth_RN, rank_RN = _best_prefixes(log_prob_RDK[:, :max_depth, :width].float(), num_nodes)
+    # Before: a node's parent is the nearest node before it that is one level higher.
+    num_kept = depth_RN.shape[1]
+    node_N = torch.arange(num_kept, device=anchor_R.device)
+    is_above_RNN = (depth_RN[:, None, :] == depth_RN[:, :, None] - 1) & (node_N < node_N[:, None])
+    parent_RN = torch.where(is_above_RNN, node_N, -1).amax(dim=2)
+    # After: stable by depth, so that rank tuples stay in order within a level.
+    order_RN = depth_RN.argsort(dim=1, stable=True)
+    place_RN = torch.empty_like(order_RN).scatter_(1, order_RN, node_N.expand_as(order_RN))
+    depth_RN, rank_RN = depth_RN.gather(1, order_RN), rank_RN.gather(1, order_RN)
+    parent_RN = place_RN.gather(1, parent_RN.gather(1, order_RN).clamp(min=0))
+    parent_RN[:, 0] = -1
+    entry_RN = (depth_RN[:, 1:] - 1) * token_id_RDK.shape[2] + rank_RN[:, 1:]
+    draft_RN = token_id_RDK.flatten(1).gather(1, entry_RN)
+    token_id_RN = torch.cat([anchor_R[:, None].to(torch.int64), draft_RN], dim=1)
+    return DraftTrees(token_id_RN, parent_RN, depth_RN, max_depth=max_depth, is_chain=False)
+
+
+def best_first_trees(anchor_R: Tensor, logits_RDV: Tensor, num_nodes: int) -> DraftTrees:
+    """The best tree of `num_nodes` drafts (root not counted) for each request.
+
+    Depths beyond `num_nodes` are not read. No host synchronisation.
+
+    Raises:
+        ConfigError: `num_nodes` is negative.
+        ShapeError: anchors and logits are of different batches.
+    """
+    _check(anchor_R, logits_RDV, num_nodes)
+    max_depth = min(logits_RDV.shape[1], num_nodes)
+    if max_depth == 0:
+        return root_trees(anchor_R)
+    return tree_of_candidates(anchor_R, top_candidates(logits_RDV[:, :max_depth], num_nodes), num_nodes)
+
+
+def _check(anchor_R: Tensor, scores_RDV: Tensor, num_nodes: int) -> None:
+    if num_nodes < 0:
+        raise ConfigError("num_nodes", num_nodes, ">= 0")
+    if anchor_R.ndim != 1 or scores_RDV.ndim != 3 or scores_RDV.shape[0] != anchor_R.shape[0]:
+        raise ShapeError(f"anchor {tuple(anchor_R.shape)}, scores {tuple(scores_RDV.shape)}")
+
+
+def _largest(logits_RDV: Tensor, width: int) -> Tensor:
+    """Token ids of the largest logits, [R, D, width].
+
+    Only the `width` groups of neighbouring tokens with the largest maxima can hold them: a token of another
+    group comes after the maxima of all of these. Maxima are a cheap vector loop, a selection is not.
+    """
+    vocab, device = logits_RDV.shape[2], logits_RDV.device
+    num_groups = vocab // GROUP_SIZE
+    if num_groups <= 2 * width:
+        return _sorted_ids(logits_RDV, torch.arange(vocab, device=device), width)
+    whole = num_groups * GROUP_SIZE
+    top_RDG = torch.unflatten(logits_RDV[:, :, :whole], 2, (num_groups, GROUP_SIZE)).amax(dim=3)
+    group_RDK = _sorted_ids(top_RDG, torch.arange(num_groups, device=device), width)
+    member = torch.arange(GROUP_SIZE, device=device)
+    id_RDC = (group_RDK[:, :, :, None] * GROUP_SIZE + member).flatten(2)
+    if whole < vocab:
+        rest = torch.arange(whole, vocab, device=device).expand(*id_RDC.shape[:2], -1)
+        id_RDC = torch.cat([id_RDC, rest], dim=2)
+    return _sorted_ids(logits_RDV.gather(2, id_RDC), id_RDC, width)
+
+
+def _sorted_ids(value_RDC: Tensor, id_RDC: Tensor, width: int) -> Tensor:
+    """Ids of the largest values, falling; of equal values the smaller id first.
+
+    `torch.topk` promises no order of ties, so value and id become one integer key without ties.
+    """
+    # Adding 0.0 makes -0.0 and 0.0 one value; flipping the low bits of negative floats makes bits monotone.
+    bits_RDC = (value_RDC.float() + 0.0).view(torch.int32)
+    bits_RDC = bits_RDC ^ ((bits_RDC >> 31) & 0x7FFFFFFF)
+    key_RDC = (bits_RDC.to(torch.int64) << 32) - id_RDC
+    return (-key_RDC.topk(width, dim=2).values) & LOW_32_BITS
+
+
+def _log_normalizer(logits_RDV: Tensor, largest_RD1: Tensor) -> Tensor:
+    """Log of the sum of exponentials over V, [R, D, 1] float32; one depth at a time bounds the copy."""
+    total_RD = torch.stack(
+        [
+            (logits_RDV[:, depth] - largest_RD1[:, depth]).exp_().sum(dim=1)
+            for depth in range(logits_RDV.shape[1])
+        ],
+        dim=1,
+    )
+    return largest_RD1 + total_RD.log()[:, :, None]
+
+
+def _best_prefixes(log_prob_RDK: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
+    """Depth and last rank of the best prefixes, root first, each node directly before its descendants.
+
+    After level d the best prefixes of depth at most d are kept: none of the others, nor what grows from
+    them, can return. Kept nodes stand in the order of their rank tuples, so a place in
+    (kept node, itself or one of its children) is the tie-break, and a key of weight and place has no ties.
+    """
+    num_requests, num_depths, width = log_prob_RDK.shape
+    stride = width + 1
+    weight_RS = log_prob_RDK.new_zeros((num_requests, 1))
+    depth_RS = torch.zeros_like(weight_RS, dtype=torch.int64)
+    rank_RS = torch.zeros_like(depth_RS)
+    num_prefixes, num_level = 1, 1
+    for level in range(num_depths):
+        # What does not exist weighs NaN, whose bits come after those of -inf.
+        parent_RS = torch.where(depth_RS == level, weight_RS, torch.nan)
+        child_RSK = parent_RS[:, :, None] + log_prob_RDK[:, level, None, :]
+        weight_RC = torch.cat([weight_RS[:, :, None], child_RSK], dim=2).flatten(1)
+        place_C = torch.arange(weight_RC.shape[1], device=weight_RC.device)
+        key_RC = (weight_RC.abs().view(torch.int32).to(torch.int64) << 32) + place_C
+        num_level = min(num_level * width, num_nodes)
+        num_prefixes = min(num_prefixes + num_level, num_nodes + 1)
+        key_RS = key_RC.topk(num_prefixes, dim=1, largest=False, sorted=False).values
+        place_RS = (key_RS & LOW_32_BITS).sort(dim=1).values
+        weight_RS = weight_RC.gather(1, place_RS)
+        old_RS, step_RS = place_RS // stride, place_RS % stride
+        depth_RS = depth_RS.gather(1, old_RS) + (step_RS > 0)
+        rank_RS = torch.where(step_RS > 0, step_RS - 1, rank_RS.gather(1, old_RS))
+    return depth_RS, rank_RS
