@@ -1,0 +1,177 @@
+"""Best trees against the heap oracle and against brute force, ties included."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dflash_online.errors import ConfigError, ShapeError
+from dflash_online.tree.build import Candidates, best_first_trees, top_candidates, tree_of_candidates
+from dflash_online.tree.draft_tree import DraftTrees, chain_trees
+from dflash_online.tree.reference import heap_tree
+
+KINDS = ("normal", "peaked", "tied", "masked", "bfloat16", "equal")
+
+
+def random_logits(kind: str, seed: int, num_requests: int, num_depths: int, vocab: int) -> Tensor:
+    """Logits of one kind; all but the first two make equal weights, within a level and across levels."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (num_requests, num_depths, vocab)
+    normal = torch.randn(shape, generator=generator)
+    few = torch.randint(-1, 2, shape, generator=generator).float()
+    return {
+        "normal": normal,
+        # Beyond float32 resolution: many a best token has log-probability 0.0 and ties with its parent.
+        "peaked": 40 * normal,
+        "tied": few,
+        "masked": few.masked_fill(few < 0, -torch.inf),
+        "bfloat16": normal.bfloat16(),
+        "equal": torch.zeros(shape),
+    }[kind]
+
+
+def paths(trees: DraftTrees, request: int) -> list[tuple[int, ...]]:
+    """Token path of every node but the root; checks order, depths and siblings on the way."""
+    token, parent = trees.token_id_RN[request].tolist(), trees.parent_RN[request].tolist()
+    found: list[tuple[int, ...]] = [()]
+    assert parent[0] == -1
+    for node in range(1, len(token)):
+        assert 0 <= parent[node] < node
+        found.append((*found[parent[node]], token[node]))
+    assert trees.depth_RN[request].tolist() == [len(path) for path in found]
+    assert len(set(found)) == len(found)
+    return found[1:]
+
+
+@settings(max_examples=250, deadline=None)
+@given(
+    kind=st.sampled_from(KINDS),
+    seed=st.integers(0, 10**6),
+    num_requests=st.integers(1, 3),
+    num_depths=st.integers(1, 6),
+    vocab=st.integers(1, 9),
+    num_nodes=st.integers(1, 24),
+)
+def test_the_nodes_equal_those_of_the_heap(
+    kind: str, seed: int, num_requests: int, num_depths: int, vocab: int, num_nodes: int
+) -> None:
+    logits = random_logits(kind, seed, num_requests, num_depths, vocab)
+    trees = best_first_trees(torch.arange(num_requests), logits, num_nodes)
+    candidates = top_candidates(logits, num_nodes)
+    assert trees.token_id_RN[:, 0].tolist() == list(range(num_requests))
+    assert trees.max_depth == min(num_depths, num_nodes)
+    assert not trees.is_chain
+    for request in range(num_requests):
+        oracle = heap_tree(candidates.log_prob_RDK[request], candidates.token_id_RDK[request], num_nodes)
+        found = paths(trees, request)
+        assert len(found) == len(oracle)
+        assert set(found) == {node.path for node in oracle}
+        assert all(path[:-1] == () or path[:-1] in found for path in found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_large_tree_equals_that_of_the_heap(kind: str) -> None:
+    logits = random_logits(kind, 3, 2, 15, 500)
+    trees = best_first_trees(torch.arange(2), logits, 64)
+    candidates = top_candidates(logits, 64)
+    for request in range(2):
+        oracle = heap_tree(candidates.log_prob_RDK[request], candidates.token_id_RDK[request], 64)
+        assert set(paths(trees, request)) == {node.path for node in oracle}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    kind=st.sampled_from(KINDS),
+    seed=st.integers(0, 10**6),
+    num_depths=st.integers(1, 4),
+    vocab=st.integers(1, 4),
+    num_nodes=st.integers(1, 12),
+)
+def test_the_total_weight_equals_that_of_all_prefixes_sorted(
+    kind: str, seed: int, num_depths: int, vocab: int, num_nodes: int
+) -> None:
+    logits = random_logits(kind, seed, 1, num_depths, vocab)
+    prob = logits[0].double().softmax(dim=1).nan_to_num(nan=0.0)
+    weight = {
+        path: torch.stack([prob[depth, token] for depth, token in enumerate(path)]).prod().item()
+        for length in range(1, num_depths + 1)
+        for path in itertools.product(range(vocab), repeat=length)
+    }
+    best = sorted(weight.values(), reverse=True)[:num_nodes]
+    found = paths(best_first_trees(torch.zeros(1), logits, num_nodes), 0)
+    assert len(found) == len(best)
+    assert sum(weight[path] for path in found) == pytest.approx(sum(best), abs=1e-5)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    kind=st.sampled_from(KINDS),
+    seed=st.integers(0, 10**6),
+    vocab=st.integers(1, 700),
+    num_candidates=st.integers(1, 6),
+)
+def test_candidates_equal_a_stable_sort_of_the_whole_vocabulary(
+    kind: str, seed: int, vocab: int, num_candidates: int
+) -> None:
+    logits = random_logits(kind, seed, 2, 2, vocab)
+    found = top_candidates(logits, num_candidates)
+    order = logits.float().sort(dim=2, descending=True, stable=True).indices[:, :, :num_candidates]
+    log_prob = logits.double().log_softmax(dim=2).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+    assert torch.equal(found.token_id_RDK, order)
+    assert found.log_prob_RDK.dtype == torch.float32
+    assert bool((found.log_prob_RDK <= 0).all())
+    torch.testing.assert_close(found.log_prob_RDK.double(), log_prob.gather(2, order), atol=1e-5, rtol=1e-5)
+
+
+def test_one_candidate_per_depth_makes_a_chain() -> None:
+    logits = random_logits("normal", 1, 3, 5, 11)
+    anchor = torch.tensor([4, 5, 6])
+    trees = tree_of_candidates(anchor, top_candidates(logits, 1), 4)
+    chain = chain_trees(anchor, logits.argmax(dim=2)[:, :4])
+    assert torch.equal(trees.token_id_RN, chain.token_id_RN)
+    assert torch.equal(trees.parent_RN, chain.parent_RN)
+    assert torch.equal(trees.depth_RN, chain.depth_RN)
+
+
+def test_a_certain_child_goes_after_its_parent_and_before_the_next_sibling() -> None:
+    log_prob = torch.tensor([[[-0.5, -0.5], [0.0, -90.0]]])
+    candidates = Candidates(torch.tensor([[[7, 8], [3, 4]]]), log_prob)
+    tokens = [paths(tree_of_candidates(torch.zeros(1), candidates, n), 0) for n in (1, 2, 3, 4)]
+    assert tokens[0] == [(7,)]
+    assert tokens[1] == [(7,), (7, 3)]
+    assert tokens[2] == [(7,), (8,), (7, 3)]
+    assert tokens[3] == [(7,), (8,), (7, 3), (8, 3)]
+
+
+@pytest.mark.parametrize(("num_depths", "num_nodes"), [(3, 0), (0, 3), (0, 0)])
+def test_without_budget_or_depth_only_the_root_is_left(num_depths: int, num_nodes: int) -> None:
+    trees = best_first_trees(torch.tensor([5, 6]), torch.zeros(2, num_depths, 4), num_nodes)
+    assert (trees.num_nodes, trees.max_depth) == (1, 0)
+    assert trees.token_id_RN.tolist() == [[5], [6]]
+
+
+def test_the_tree_has_no_more_nodes_than_there_are_prefixes() -> None:
+    trees = best_first_trees(torch.zeros(1), torch.zeros(1, 3, 2), 100)
+    assert trees.num_nodes == 1 + 2 + 4 + 8
+
+
+def test_logits_that_are_no_numbers_still_make_a_tree() -> None:
+    trees = best_first_trees(torch.zeros(1), torch.full((1, 3, 5), torch.nan), 6)
+    assert len(paths(trees, 0)) == 6
+
+
+def test_bad_input_is_refused_by_name() -> None:
+    logits = torch.zeros(2, 3, 4)
+    with pytest.raises(ShapeError, match=r"\(3,\)"):
+        best_first_trees(torch.zeros(3), logits, 2)
+    with pytest.raises(ShapeError, match="V >= 1"):
+        top_candidates(logits[0], 2)
+    with pytest.raises(ConfigError, match="num_nodes"):
+        best_first_trees(torch.zeros(2), logits, -1)
+    with pytest.raises(ConfigError, match="num_candidates"):
+        top_candidates(logits, 0)
