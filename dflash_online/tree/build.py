@@ -12,7 +12,7 @@ graph run it once before capture, as for any torch code. Raises ShapeError and C
 
 Shape letters: R = requests, D = depths (drafts per block), V = vocabulary, K = candidates per depth,
 S = nodes kept so far, root included, N = S at the end; G = V / 64 groups; C = entries that
-are selected from.
+are selected from; L = neighbouring ranks in a run.
 
 Source: DDTree (arXiv 2604.12989); specification, sections D.1 and D.2.
 """
@@ -22,12 +22,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dflash_online.errors import ConfigError, ShapeError
 from dflash_online.tree.draft_tree import DraftTrees, root_trees
 
 GROUP_SIZE = 64
+RUN_SIZE = 8
 LOW_32_BITS = (1 << 32) - 1
 
 
@@ -176,28 +178,56 @@ def _best_prefixes(log_prob_RDK: Tensor, num_nodes: int) -> tuple[Tensor, Tensor
     """Depth and last rank of the best prefixes, root first, each node directly before its descendants.
 
     After level d the best prefixes of depth at most d are kept: none of the others, nor what grows from
-    them, can return. Kept nodes stand in the order of their rank tuples, so a place in
-    (kept node, itself or one of its children) is the tie-break, and a key of weight and place has no ties.
+    them, can return. Kept nodes stand in the order of their rank tuples, so the slot among
+    (kept node, rank of child) is the tie-break; the node itself has an even place and precedes its children,
+    which have odd ones.
+
+    Children are taken in runs of neighbouring ranks. The first of a run is its best, so the best n children
+    are within the n runs with the best firsts. (Dropping runs by the order of their parents' weights would
+    look at fewer still, but float32 rounds unequal weights to equal sums, and then rank tuples decide.)
     """
     num_requests, num_depths, width = log_prob_RDK.shape
-    stride = width + 1
-    weight_RS = log_prob_RDK.new_zeros((num_requests, 1))
-    depth_RS = torch.zeros_like(weight_RS, dtype=torch.int64)
-    rank_RS = torch.zeros_like(depth_RS)
-    num_prefixes, num_level = 1, 1
+    # A power of two, so that slots are taken apart by shifts.
+    shift = max((width - 1).bit_length(), RUN_SIZE.bit_length() - 1)
+    num_slots = 1 << shift
+    # Costs are negated weights: the bits of floats that are not negative rise with them. What does not exist
+    # costs NaN, whose bits come after those of infinity.
+    cost_RDK = F.pad(log_prob_RDK.abs(), (0, num_slots - width), value=torch.nan)
+    slot_C = torch.arange((num_nodes + 1) * num_slots // RUN_SIZE, device=cost_RDK.device)
+    own_place_S = torch.arange(num_nodes + 1, device=cost_RDK.device) << (shift + 1)
+    odd_L = torch.arange(1, 2 * RUN_SIZE, 2, device=cost_RDK.device)
+    bits_RS = torch.zeros((num_requests, 1), dtype=torch.int64, device=cost_RDK.device)
+    entry_RS = bits_RS - num_slots  # (depth - 1) * num_slots + rank
+    parent_RS = cost_RDK.new_zeros((num_requests, 1))
+    num_kept, num_level = 1, 1
     for level in range(num_depths):
-        # What does not exist weighs NaN, whose bits come after those of -inf.
-        parent_RS = torch.where(depth_RS == level, weight_RS, torch.nan)
-        child_RSK = parent_RS[:, :, None] + log_prob_RDK[:, level, None, :]
-        weight_RC = torch.cat([weight_RS[:, :, None], child_RSK], dim=2).flatten(1)
-        place_C = torch.arange(weight_RC.shape[1], device=weight_RC.device)
-        key_RC = (weight_RC.abs().view(torch.int32).to(torch.int64) << 32) + place_C
+        num_runs = num_kept * num_slots // RUN_SIZE
+        child_RCL = (parent_RS[:, :, None] + cost_RDK[:, level, None]).view(-1, num_runs, RUN_SIZE)
+        own_key_RS = torch.add(own_place_S[:num_kept], bits_RS, alpha=1 << 32)
         num_level = min(num_level * width, num_nodes)
-        num_prefixes = min(num_prefixes + num_level, num_nodes + 1)
-        key_RS = key_RC.topk(num_prefixes, dim=1, largest=False, sorted=False).values
-        place_RS = (key_RS & LOW_32_BITS).sort(dim=1).values
-        weight_RS = weight_RC.gather(1, place_RS)
-        old_RS, step_RS = place_RS // stride, place_RS % stride
-        depth_RS = depth_RS.gather(1, old_RS) + (step_RS > 0)
-        rank_RS = torch.where(step_RS > 0, step_RS - 1, rank_RS.gather(1, old_RS))
-    return depth_RS, rank_RS
+        num_kept = min(num_kept + num_level, num_nodes + 1)
+        first_key_RC = _smallest(_key(child_RCL[:, :, 0], slot_C[:num_runs]), num_kept)
+        run_RC1 = (first_key_RC & LOW_32_BITS)[:, :, None]
+        child_RCL = child_RCL.gather(1, run_RC1.expand(-1, -1, RUN_SIZE))
+        child_key_RCL = _key(child_RCL, run_RC1 * (2 * RUN_SIZE) + odd_L)
+        key_RS = _smallest(torch.cat([own_key_RS, child_key_RCL.flatten(1)], dim=1), num_kept)
+        # Halves turned, so that sorting by place carries the cost along.
+        turned_RS = torch.add(key_RS >> 32, key_RS & LOW_32_BITS, alpha=1 << 32).sort(dim=1).values
+        bits_RS, place_RS = turned_RS & LOW_32_BITS, turned_RS >> 32
+        is_new_RS = (place_RS & 1).bool()
+        new_entry_RS = ((place_RS >> 1) & (num_slots - 1)) + level * num_slots
+        entry_RS = torch.where(is_new_RS, new_entry_RS, entry_RS.gather(1, place_RS >> (shift + 1)))
+        parent_RS = torch.where(is_new_RS, bits_RS.to(torch.int32).view(torch.float32), torch.nan)
+    return (entry_RS >> shift) + 1, entry_RS & (num_slots - 1)
+
+
+def _key(cost: Tensor, place: Tensor) -> Tensor:
+    """Integers that order by cost, then by place: no ties."""
+    return torch.add(place, cost.view(torch.int32), alpha=1 << 32)
+
+
+def _smallest(key_RC: Tensor, num_keys: int) -> Tensor:
+    """The smallest keys, in no order; all where there are fewer."""
+    if key_RC.shape[1] <= num_keys:
+        return key_RC
+    return key_RC.topk(num_keys, dim=1, largest=False, sorted=False).values

@@ -175,3 +175,10 @@ def test_bad_input_is_refused_by_name() -> None:
         best_first_trees(torch.zeros(2), logits, -1)
     with pytest.raises(ConfigError, match="num_candidates"):
         top_candidates(logits, 0)
+
+
+def test_no_value_is_read_back_by_the_host() -> None:
+    # Tensors of the meta device have shapes and no values: reading one raises.
+    anchor = torch.zeros(2, dtype=torch.int64, device="meta")
+    trees = best_first_trees(anchor, torch.zeros((2, 5, 4000), dtype=torch.bfloat16, device="meta"), 16)
+    assert trees.token_id_RN.shape == trees.parent_RN.shape == trees.depth_RN.shape == (2, 17)
