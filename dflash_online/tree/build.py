@@ -30,6 +30,7 @@ from dflash_online.tree.draft_tree import DraftTrees, root_trees
 
 GROUP_SIZE = 64
 RUN_SIZE = 8
+MAX_NODES = 1 << 14  # keeps places within 31 bits
 LOW_32_BITS = (1 << 32) - 1
 
 
@@ -78,7 +79,7 @@ def tree_of_candidates(anchor_R: Tensor, candidates: Candidates, num_nodes: int)
         num_nodes: draft nodes of each tree; the root is not counted.
 
     Raises:
-        ConfigError: `num_nodes` is negative.
+        ConfigError: `num_nodes` is negative or above `MAX_NODES`.
         ShapeError: anchors and candidates are of different batches.
     """
     token_id_RDK, log_prob_RDK = candidates.token_id_RDK, candidates.log_prob_RDK
@@ -112,7 +113,7 @@ def best_first_trees(anchor_R: Tensor, logits_RDV: Tensor, num_nodes: int) -> Dr
     Depths beyond `num_nodes` are not read. No host synchronisation.
 
     Raises:
-        ConfigError: `num_nodes` is negative.
+        ConfigError: `num_nodes` is negative or above `MAX_NODES`.
         ShapeError: anchors and logits are of different batches.
     """
     _check(anchor_R, logits_RDV, num_nodes)
@@ -123,8 +124,8 @@ def best_first_trees(anchor_R: Tensor, logits_RDV: Tensor, num_nodes: int) -> Dr
 
 
 def _check(anchor_R: Tensor, scores_RDV: Tensor, num_nodes: int) -> None:
-    if num_nodes < 0:
-        raise ConfigError("num_nodes", num_nodes, ">= 0")
+    if not 0 <= num_nodes <= MAX_NODES:
+        raise ConfigError("num_nodes", num_nodes, f"0 to {MAX_NODES}")
     if anchor_R.ndim != 1 or scores_RDV.ndim != 3 or scores_RDV.shape[0] != anchor_R.shape[0]:
         raise ShapeError(f"anchor {tuple(anchor_R.shape)}, scores {tuple(scores_RDV.shape)}")
 
@@ -209,7 +210,7 @@ def _best_prefixes(log_prob_RDK: Tensor, num_nodes: int) -> tuple[Tensor, Tensor
         first_key_RC = _smallest(_key(child_RCL[:, :, 0], slot_C[:num_runs]), num_kept)
         run_RC1 = (first_key_RC & LOW_32_BITS)[:, :, None]
         child_RCL = child_RCL.gather(1, run_RC1.expand(-1, -1, RUN_SIZE))
-        child_key_RCL = _key(child_RCL, run_RC1 * (2 * RUN_SIZE) + odd_L)
+        child_key_RCL = _key(child_RCL, torch.add(odd_L, run_RC1, alpha=2 * RUN_SIZE))
         key_RS = _smallest(torch.cat([own_key_RS, child_key_RCL.flatten(1)], dim=1), num_kept)
         # Halves turned, so that sorting by place carries the cost along.
         turned_RS = torch.add(key_RS >> 32, key_RS & LOW_32_BITS, alpha=1 << 32).sort(dim=1).values
