@@ -21,12 +21,16 @@ class StepTag:
     """What a verify step was drafted with."""
 
     drafter_version: str
-    num_drafts: int
-    """Longest path of the step's trees; 0 when nothing was drafted."""
+    num_nodes: int
+    """Draft nodes of each tree of the step; 0 when nothing was drafted."""
+    is_chain: bool
 
     @property
     def policy(self) -> str:
-        return "chain" if self.num_drafts else "off"
+        """`off`, `chain`, or `tree:16` with the number of nodes, on which tau depends."""
+        if not self.num_nodes:
+            return "off"
+        return "chain" if self.is_chain else f"tree:{self.num_nodes}"
 
 
 class StepCounter(Protocol):
@@ -74,7 +78,7 @@ def drafted_requests(result: Any, batch: Any) -> Iterator[tuple[StepTag, Any, in
         The step's tag, the request, its accepted drafts. Nothing for prefill and for steps without drafts.
     """
     tag: StepTag | None = getattr(result, "dflash_step", None)
-    if tag is None or not tag.num_drafts:
+    if tag is None or not tag.num_nodes:
         return
     for request, num_accepted in zip(batch.reqs, result.num_correct_drafts_per_req_cpu, strict=True):
         if not (request.is_retracted or request.finished()):

@@ -8,13 +8,14 @@ pools are sized, and separates the drafter's block width B from the verify width
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from typing import Any
 
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
-from server_patches.compat import ALGORITHM_NAME
+from server_patches.compat import ALGORITHM_NAME, MAX_NODES_ENV
 
 
 class DflashOnlineAlgorithm(CustomSpecAlgo):
@@ -57,7 +58,7 @@ class DflashOnlineAlgorithm(CustomSpecAlgo):
 
     def handle_server_args(self, server_args: Any) -> None:
         """Resolve the DFLASH arguments as upstream does, on CPU too."""
-        from sglang.srt.arg_groups.speculative_hook import _handle_dflash
+        from sglang.srt.arg_groups.speculative_hook import _handle_dflash, resolving_view
 
         from server_patches.plugin import has_accelerator
 
@@ -69,6 +70,11 @@ class DflashOnlineAlgorithm(CustomSpecAlgo):
             scope = accept_cpu_for_dflash()
         with scope:
             _handle_dflash(server_args)
+        # Verify width W and drafter width B part here: the reserves follow W, the drafter follows B.
+        block_size = int(resolving_view(server_args).speculative_num_draft_tokens)
+        server_args.speculative_dflash_block_size = block_size
+        max_nodes = int(os.environ.get(MAX_NODES_ENV, "0"))
+        server_args.speculative_num_draft_tokens = max(block_size, 1 + max_nodes)
 
 
 def register_algorithm() -> None:

@@ -13,7 +13,7 @@ from dflash_online.errors import PluginError
 
 SGLANG_VERSION = "0.5.23"
 PLUGIN_NAME = "dflash_online"
-POLICY_ENV = "DFLASH_POLICY"
+POLICY_ENV, MAX_NODES_ENV = "DFLASH_POLICY", "DFLASH_MAX_NODES"
 ALGORITHM_NAME = "DFLASH_ONLINE"
 
 
@@ -33,7 +33,7 @@ PATCHED_NAMES = (
     PatchedName(
         f"{_SRT}.speculative.spec_info.SpeculativeAlgorithm",
         "register",
-        "adds the algorithm DFLASH_ONLINE, whose one worker serves off, chain and (later) tree",
+        "adds the algorithm DFLASH_ONLINE, whose one worker serves off, chain and tree",
         "never: this is the official registry",
     ),
     PatchedName(

@@ -42,6 +42,7 @@ from dflash_online.tree.policy import PolicyMode
 from server_patches.capture.slots import CAPTURE_DIR_ENV
 from server_patches.compat import (
     ALGORITHM_NAME,
+    MAX_NODES_ENV,
     PATCHED_NAMES,
     PLUGIN_NAME,
     POLICY_ENV,
@@ -72,7 +73,10 @@ class LaunchConfig:
     """Tokens, response included, that a slot holds."""
     ready_timeout_s: float = 900.0
     policy: str | None = None
-    """Policy at the start, off or chain; None: chain with a drafter, off with a fresh one."""
+    """Policy at the start: off, chain or tree; None: chain with a drafter, off with a fresh one."""
+    max_nodes: int | None = None
+    """Largest tree that a policy may ask for, root not counted. Every running request reserves two such
+    windows of cache. None: 32 on a CPU, no trees on a GPU (not proved there)."""
     cpu_threads: int | None = None
     """Compute threads of the server on a machine without a GPU; None: one per core. Two processes that
     both compute with all cores are many times slower than two that share the cores out: then set it."""
@@ -90,6 +94,8 @@ class LaunchConfig:
             raise ConfigError("cpu_threads", self.cpu_threads, ">= 1")
         if self.policy is not None and self.policy not in tuple(PolicyMode):
             raise ConfigError("policy", self.policy, f"one of {[mode.value for mode in PolicyMode]}")
+        if self.max_nodes is not None and not 0 <= self.max_nodes <= 256:
+            raise ConfigError("max_nodes", self.max_nodes, "in 0..256")
         if self.ready_timeout_s <= 0:
             raise ConfigError("ready_timeout_s", self.ready_timeout_s, "> 0 seconds")
         owned = ("--speculative-", "--model-path", "--model", "--host", "--port", "--dtype", "--device")
@@ -139,6 +145,7 @@ def make_environment(config: LaunchConfig, folder: Path, slot_bytes: int, *, on_
         "DFLASH_CAPTURE_SLOTS": str(config.capture_slots),
         "DFLASH_CAPTURE_SLOT_BYTES": str(slot_bytes),
         POLICY_ENV: config.policy or ("off" if config.drafter is None else "chain"),
+        MAX_NODES_ENV: str((0 if on_gpu else 32) if config.max_nodes is None else config.max_nodes),
     }
     if not on_gpu:
         environment["SGLANG_USE_CPU_ENGINE"] = "1"
@@ -316,6 +323,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, ...")
     parser.add_argument("--capture-slots", type=int, default=32, help="captures in flight at most")
     parser.add_argument("--capture-tokens", type=int, default=4096, help="tokens that one slot holds")
+    parser.add_argument("--max-nodes", type=int, help="largest draft tree (default: 32 on a CPU, 0 on a GPU)")
     parser.add_argument("--cpu-threads", type=int, help="compute threads without a GPU (default: all cores)")
     parser.add_argument("--ready-timeout-s", type=float, default=900.0)
     parser.add_argument(

@@ -91,7 +91,7 @@ class CommitBody(StrictBody):
 
 
 class PolicyBody(StrictBody):
-    mode: Literal["off", "chain"]
+    mode: Literal["off", "chain", "tree"]
     num_nodes: int | None = Field(default=None, ge=0)
     max_batch_size: int | None = Field(default=None, ge=1)
     probe_interval: int | None = Field(default=None, ge=2)
@@ -197,6 +197,7 @@ async def get_info() -> dict[str, Any]:
         "feature_width": info["feature_width"],
         "drafter": info["drafter"],
         "policy": info["policy"],
+        "max_nodes": info["max_nodes"],
         "capture": {
             "slots": pool.num_slots,
             "slots_free": pool.num_free,

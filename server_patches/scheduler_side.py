@@ -7,6 +7,7 @@ Hooked after the scheduler has built its workers. Owns one `ControlHandler`, one
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import asdict
 from typing import Any
 
@@ -22,6 +23,7 @@ from server_patches.probe import is_probe_key
 from server_patches.swap import DrafterSwap, require_one_data_parallel_rank
 
 CACHE_KEY_PREFIX = "dflash-drafter"
+_DEFAULT_NODES = {PolicyMode.OFF: 0, PolicyMode.CHAIN: sys.maxsize, PolicyMode.TREE: 16}
 
 
 class SchedulerSide:
@@ -64,6 +66,7 @@ class SchedulerSide:
             "feature_width": config.feature_width,
             "drafter": self.swap.describe(),
             "policy": describe_policy(self.worker.policy),
+            "max_nodes": self.worker.max_nodes,
         }
 
     def set_policy(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -72,21 +75,27 @@ class SchedulerSide:
         return describe_policy(self.worker.policy)
 
     def _policy(self, body: dict[str, Any]) -> Policy:
-        num_drafts = self.swap.live.config.num_drafts
+        limits = {
+            PolicyMode.OFF: (0, ""),
+            PolicyMode.CHAIN: (self.swap.live.config.num_drafts, "block size minus one"),
+            PolicyMode.TREE: (self.worker.max_nodes, "--max-nodes of this server"),
+        }
         try:
             mode = PolicyMode(str(body.get("mode")))
         except ValueError as exc:
             raise ConfigError("mode", body.get("mode"), f"one of {[m.value for m in PolicyMode]}") from exc
-        default_nodes = 0 if mode is PolicyMode.OFF else num_drafts
-        num_nodes = body.get("num_nodes")
+        refusal = self.worker.drafting.why_no_tree() if mode is PolicyMode.TREE else None
+        if refusal is not None:
+            raise ConfigError("mode", mode.value, f"off or chain on this server: {refusal}")
+        (limit, source), num_nodes = limits[mode], body.get("num_nodes")
         policy = Policy(
             mode=mode,
-            num_nodes=default_nodes if num_nodes is None else num_nodes,
+            num_nodes=min(limit, _DEFAULT_NODES[mode]) if num_nodes is None else num_nodes,
             max_batch_size=body.get("max_batch_size"),
             probe_interval=body.get("probe_interval"),
         )
-        if policy.num_nodes > num_drafts:
-            raise ConfigError("num_nodes", policy.num_nodes, f"at most {num_drafts} (block size minus one)")
+        if mode is not PolicyMode.OFF and policy.num_nodes > limit:
+            raise ConfigError("num_nodes", policy.num_nodes, f"at most {limit} ({source})")
         return policy
 
     def report_acceptance(self, _body: dict[str, Any]) -> dict[str, Any]:

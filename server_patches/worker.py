@@ -1,4 +1,4 @@
-"""The speculative worker: draft a block, grow a tree, verify it in one target pass, walk, commit.
+"""The speculative worker: grow a tree (`drafting`), verify it in one target pass, walk, commit.
 
     ScheduleBatch --prefill--> upstream's path, plus the capture tap
                   --decode--> draft -> tree -> verify -> choose -> walk -> commit -> GenerationBatchResult
@@ -10,12 +10,12 @@ own distribution (argmax, or one sample after temperature, top-k, top-p, min-p),
 is that of plain decoding at any temperature. Knows nothing of HTTP; policy, capture and swap reach in
 through attributes between two steps.
 
-Shape letters: R = requests, B = block, D = drafts, N = nodes, P = path, H = hidden, F = features,
-V = vocabulary.
+Shape letters: R = requests, N = nodes, P = path, F = features, V = vocabulary.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -23,30 +23,21 @@ from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_f
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.layers.sampler import top_k_top_p_min_p_sampling_from_probs_torch
 from sglang.srt.managers.utils import GenerationBatchResult
-from sglang.srt.model_executor.forward_batch_info import (
-    CaptureHiddenMode,
-    ForwardBatch,
-    ForwardMode,
-    enable_num_token_non_padded,
-)
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.runtime_context import get_parallel, get_spec
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
 from sglang.srt.speculative.dflash_utils import apply_dflash_verify_logits_adjustments
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
-from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-from sglang.srt.speculative.spec_utils import (
-    GrammarTree,
-    build_grammar_vocab_mask,
-    draft_tp_context,
-)
+from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
 
 from dflash_online.errors import PluginError
-from dflash_online.tree.draft_tree import DraftTrees, chain_trees, root_trees, visibility
+from dflash_online.tree.draft_tree import DraftTrees, links, visibility
 from dflash_online.tree.policy import Policy, PolicyMode
 from dflash_online.tree.walk import Walk, walk
 from server_patches.acceptance import StepTag
 from server_patches.capture.tap import CaptureTap
+from server_patches.drafting import Drafting
 from server_patches.probe import DrafterProbe
 
 
@@ -54,7 +45,10 @@ class DflashOnlineWorker(DFlashWorkerV2):
     """One worker per TP rank. `policy`, `tap` and `drafter_version` may be changed between two steps."""
 
     def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
-        super().__init__(server_args, gpu_id, nccl_port, target_worker)
+        self.max_nodes = int(get_spec().speculative_num_draft_tokens) - 1
+        self._drafter_block_size = int(get_spec().speculative_dflash_block_size)
+        with self._drafter_width():
+            super().__init__(server_args, gpu_id, nccl_port, target_worker)
         if self.use_compact_draft_cache:
             raise PluginError("--speculative-draft-window-size is not supported by DFLASH_ONLINE")
         if get_parallel().attn_dp_enabled:
@@ -67,8 +61,25 @@ class DflashOnlineWorker(DFlashWorkerV2):
         self.drafter_version = "none"
         self.tap = CaptureTap(is_writer=get_parallel().tp_rank == 0)
         self.probe = DrafterProbe()
-        self._num_steps = 0
-        self._slot_offset_B = torch.arange(self.block_size, device=self.device)
+        self.drafting = Drafting(self)
+
+    # The configuration holds the verify width W, by which pools and reserves are sized; what belongs to the
+    # drafter is built with its own width B.
+
+    def _drafter_width(self) -> AbstractContextManager[Any]:
+        return get_spec().override(speculative_num_draft_tokens=self._drafter_block_size)
+
+    def alloc_memory_pool(self, *args: Any, **kwargs: Any) -> Any:
+        with self._drafter_width():
+            return super().alloc_memory_pool(*args, **kwargs)
+
+    def init_attention_backends(self) -> Any:
+        with self._drafter_width():
+            return super().init_attention_backends()
+
+    def init_cuda_graphs(self) -> Any:
+        with self._drafter_width():
+            return super().init_cuda_graphs()
 
     # ---- one step -------------------------------------------------------------------------------------
 
@@ -97,8 +108,8 @@ class DflashOnlineWorker(DFlashWorkerV2):
         # Carried over from the previous overlapped step, maybe made on another stream.
         batch.seq_lens.record_stream(torch.get_device_module(self.device).current_stream())
         prefix_R = batch.seq_lens
-        trees = self._grow_trees(batch, draft_input)
-        cache_loc_RN, plan = self._plan_window(batch, draft_input, trees.num_nodes)
+        trees = self.drafting.grow(batch, draft_input, self.policy)
+        cache_loc_RN, plan = self.plan_window(batch, draft_input, trees.num_nodes)
         logits_output, target_out = self._verify(
             batch, draft_input, trees, cache_loc_RN, plan, grammar_barrier
         )
@@ -131,76 +142,12 @@ class DflashOnlineWorker(DFlashWorkerV2):
             routed_experts_output=target_out.routed_experts_output,
             indexer_topk_output=target_out.indexer_topk_output,
         )
-        result.dflash_step = StepTag(self.drafter_version, trees.max_depth)
+        result.dflash_step = StepTag(self.drafter_version, trees.num_nodes - 1, trees.is_chain)
         return result
-
-    # ---- draft ----------------------------------------------------------------------------------------
-
-    def _grow_trees(self, batch: Any, draft_input: Any) -> DraftTrees:
-        anchor_R = draft_input.bonus_tokens.to(torch.int64)
-        self._num_steps += 1
-        num_drafts = self.policy.num_drafts(len(batch.reqs), self._num_steps)
-        if num_drafts == 0:
-            return root_trees(anchor_R)
-        return chain_trees(anchor_R, self._draft_block(batch, draft_input, anchor_R)[:, :num_drafts])
-
-    def _draft_block(self, batch: Any, draft_input: Any, anchor_R: torch.Tensor) -> torch.Tensor:
-        """One drafter pass over `[anchor, MASK, ...]`; returns the argmax of each slot, [R, D] int64."""
-        num_requests, prefix_R = len(batch.reqs), batch.seq_lens
-        block_id_RB = torch.full(
-            (num_requests, self.block_size), int(self._mask_token_id), dtype=torch.int64, device=self.device
-        )
-        block_id_RB[:, 0] = anchor_R
-        cache_loc_RB, plan = self._plan_window(batch, draft_input, self.block_size)
-        seq_lens_cpu, seq_lens_sum = self._host_lengths(batch, draft_input, self.block_size)
-        embeds = self._embed(block_id_RB)
-        forward_batch = ForwardBatch(
-            forward_mode=ForwardMode.TARGET_VERIFY,
-            batch_size=num_requests,
-            input_ids=block_id_RB.flatten(),
-            req_pool_indices=batch.req_pool_indices,
-            seq_lens=prefix_R,
-            out_cache_loc=cache_loc_RB.reshape(-1),
-            seq_lens_sum=seq_lens_sum,
-            seq_lens_cpu=seq_lens_cpu,
-            positions=(prefix_R[:, None] + self._slot_offset_B).reshape(-1),
-            input_embeds=embeds.view(-1, embeds.shape[-1]),
-            spec_algorithm=SpeculativeAlgorithm.DFLASH,
-            spec_info=self._draft_block_spec_info,
-            capture_hidden_mode=CaptureHiddenMode.NULL,
-            num_token_non_padded=(
-                torch.full((), block_id_RB.numel(), dtype=torch.int32, device=self.device)
-                if enable_num_token_non_padded()
-                else None
-            ),
-            global_num_token_non_padded_cpu=block_id_RB.numel(),
-            can_run_decode_cuda_graph=batch.can_run_decode_cuda_graph,
-        )
-        plan.bind(forward_batch, self.draft_model_runner.kv_index_translator)
-        with torch.inference_mode(), draft_tp_context(self.draft_parallel_layout):
-            draft_out = self.draft_model_runner.forward(forward_batch)
-        num_drafts = self.block_size - 1
-        hidden_RBH = draft_out.logits_output.hidden_states.view(num_requests, self.block_size, -1)
-        self.probe.take(self, batch, block_id_RB, hidden_RBH)
-        if self._draft_sampler is not None and draft_out.can_run_graph:
-            return self._draft_sampler.out[: num_requests * num_drafts].view(num_requests, num_drafts)
-        with draft_tp_context(self.draft_parallel_layout):
-            draft = self._greedy_sample_from_vocab_parallel_head(
-                hidden_states=hidden_RBH[:, 1:, :].reshape(-1, hidden_RBH.shape[-1]),
-                lm_head=self.target_worker.model_runner.model.lm_head,
-            )
-        return draft.view(num_requests, num_drafts)
-
-    def _embed(self, block_id_RB: torch.Tensor) -> torch.Tensor:
-        table = self.draft_model.get_input_embeddings()
-        if table is None:
-            table = self.target_worker.model_runner.model.get_input_embeddings()
-        embeds = table(block_id_RB)
-        return embeds if self._noise_embed_scale == 1.0 else embeds * self._noise_embed_scale
 
     # ---- verify ---------------------------------------------------------------------------------------
 
-    def _plan_window(self, batch: Any, draft_input: Any, width: int) -> tuple[torch.Tensor, Any]:
+    def plan_window(self, batch: Any, draft_input: Any, width: int) -> tuple[torch.Tensor, Any]:
         """Cache slots `[L, L + width)` of each request, [R, width], and the index plan of that window."""
         cache_loc = assign_extend_cache_locs_func(
             req_pool_indices=batch.req_pool_indices,
@@ -222,7 +169,7 @@ class DflashOnlineWorker(DFlashWorkerV2):
         )
         return cache_loc.view(len(batch.reqs), width), plan
 
-    def _host_lengths(self, batch: Any, draft_input: Any, width: int) -> tuple[torch.Tensor, int]:
+    def host_lengths(self, batch: Any, draft_input: Any, width: int) -> tuple[torch.Tensor, int]:
         """Upper bounds on the host of key lengths: committed prefix and one window."""
         if batch.seq_lens_cpu is not None:
             lengths = batch.seq_lens_cpu + width
@@ -240,7 +187,7 @@ class DflashOnlineWorker(DFlashWorkerV2):
     ) -> tuple[Any, Any]:
         """One target pass over all nodes; logits [R*N, V] adjusted as sampling would, features [R*N, F]."""
         # Starts an asynchronous copy, so it goes ahead of the target's pass.
-        grammar_tree = GrammarTree.from_linear_chain(trees.token_id_RN) if batch.has_grammar else None
+        grammar_tree = self._grammar_tree(trees) if batch.has_grammar else None
         verify_input = DFlashVerifyInput(
             draft_token=trees.token_id_RN.reshape(-1),
             positions=(batch.seq_lens[:, None] + trees.depth_RN).reshape(-1),
@@ -251,7 +198,7 @@ class DflashOnlineWorker(DFlashWorkerV2):
         )
         batch.out_cache_loc = cache_loc_RN.reshape(-1)
         lengths_before = batch.seq_lens_cpu, batch.seq_lens_sum
-        batch.seq_lens_cpu, batch.seq_lens_sum = self._host_lengths(batch, draft_input, trees.num_nodes)
+        batch.seq_lens_cpu, batch.seq_lens_sum = self.host_lengths(batch, draft_input, trees.num_nodes)
         forward_batch, _ = verify_input.prepare_for_verify(batch, self.target_worker)
         batch.seq_lens_cpu, batch.seq_lens_sum = lengths_before
         target_out = self.target_worker.forward_batch_generation(
@@ -281,6 +228,12 @@ class DflashOnlineWorker(DFlashWorkerV2):
         if grammar_mask is not None:
             grammar_mask.apply(logits_output.next_token_logits)
         return logits_output, target_out
+
+    @staticmethod
+    def _grammar_tree(trees: DraftTrees) -> GrammarTree:
+        if trees.is_chain:
+            return GrammarTree.from_linear_chain(trees.token_id_RN)
+        return GrammarTree.from_device(*links(trees), trees.token_id_RN)
 
     def _choose_tokens(self, batch: Any, logits_NV: torch.Tensor, trees: DraftTrees) -> torch.Tensor:
         """The target's token at every node, [R, N] int64: argmax, or one sample of its distribution."""

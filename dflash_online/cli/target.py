@@ -29,7 +29,10 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 30000,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    policy: Annotated[str | None, typer.Option(help="Policy at the start: off or chain.")] = None,
+    policy: Annotated[str | None, typer.Option(help="Policy at the start: off, chain or tree.")] = None,
+    max_nodes: Annotated[
+        int | None, typer.Option(min=0, help="Largest draft tree; default: 32 on a CPU, 0 on a GPU.")
+    ] = None,
     capture_slots: Annotated[int | None, typer.Option(min=1, help="Captures in flight at most.")] = None,
     capture_tokens: Annotated[int | None, typer.Option(min=16, help="Tokens that one capture holds.")] = None,
     cpu_threads: Annotated[
@@ -49,6 +52,7 @@ def serve(
     arguments += ["--host", host, "--port", str(port), "--dtype", dtype]
     optional = {
         "--policy": policy,
+        "--max-nodes": max_nodes,
         "--capture-slots": capture_slots,
         "--capture-tokens": capture_tokens,
         "--cpu-threads": cpu_threads,

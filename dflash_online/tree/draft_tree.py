@@ -54,6 +54,24 @@ def root_trees(anchor_R: torch.Tensor) -> DraftTrees:
     return chain_trees(anchor_R, anchor_R.new_empty((anchor_R.shape[0], 0)))
 
 
+def links(trees: DraftTrees) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same trees as first-child and next-sibling links, the form that grammars are walked in.
+
+    Returns:
+        First child and next sibling of each node, both [R, N] int64; -1 where there is none. Children of
+        a node follow each other in index order.
+    """
+    parent_RN, num_nodes = trees.parent_RN, trees.num_nodes
+    node_N = torch.arange(num_nodes, device=parent_RN.device)
+    is_child_RNN = parent_RN[:, None, :] == node_N[:, None]
+    is_later_RNN = (parent_RN[:, None, :] == parent_RN[:, :, None]) & (node_N > node_N[:, None])
+
+    def first(fits_RNN: torch.Tensor) -> torch.Tensor:
+        return torch.where(fits_RNN.any(dim=2), fits_RNN.to(torch.int8).argmax(dim=2), -1)
+
+    return first(is_child_RNN), first(is_later_RNN)
+
+
 def visibility(trees: DraftTrees) -> torch.Tensor:
     """Which nodes each node sees among its own tree: itself and its ancestors.
 

@@ -18,6 +18,8 @@ class PolicyMode(enum.StrEnum):
     """Root only: no drafter pass, one token per step."""
     CHAIN = "chain"
     """One path of `num_nodes` drafts."""
+    TREE = "tree"
+    """The best tree of `num_nodes` draft nodes (`dflash_online.tree.build`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +28,7 @@ class Policy:
 
     mode: PolicyMode
     num_nodes: int
-    """Drafts verified per step; the root is not counted. 0 with mode off."""
+    """Draft nodes verified per step; the root is not counted. 0 with mode off."""
     max_batch_size: int | None = None
     """Largest running batch that still drafts; above it steps are root only. None: no limit. With many
     requests a verify pass becomes compute-bound and drafting loses."""
@@ -37,15 +39,15 @@ class Policy:
     def __post_init__(self) -> None:
         if self.mode is PolicyMode.OFF and self.num_nodes != 0:
             raise ConfigError("num_nodes", self.num_nodes, "0 when mode is off")
-        if self.mode is PolicyMode.CHAIN and self.num_nodes < 1:
-            raise ConfigError("num_nodes", self.num_nodes, ">= 1 when mode is chain")
+        if self.mode is not PolicyMode.OFF and self.num_nodes < 1:
+            raise ConfigError("num_nodes", self.num_nodes, f">= 1 when mode is {self.mode.value}")
         if self.max_batch_size is not None and self.max_batch_size < 1:
             raise ConfigError("max_batch_size", self.max_batch_size, ">= 1, or null for no limit")
         if self.probe_interval is not None and self.probe_interval < 2:
             raise ConfigError("probe_interval", self.probe_interval, ">= 2 steps, or null for never")
 
     def num_drafts(self, batch_size: int, step: int) -> int:
-        """Drafts per request at this batch size.
+        """Draft nodes per request at this batch size.
 
         Args:
             step: number of the decode step, equal on all ranks; decides which steps are probes.

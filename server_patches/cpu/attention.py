@@ -87,7 +87,7 @@ class BatchedTorchAttnBackend(TorchNativeAttnBackend):
         num_requests = int(prefix_R.shape[0])
         num_kv_heads, num_groups = layer.tp_k_head_num, layer.tp_q_head_num // layer.tp_k_head_num
         width = int(q.shape[0]) // num_requests
-        location_RL = self._locations(forward_batch, prefix_R, width)
+        location_RL, _ = self._plan(forward_batch, prefix_R, width)
         mask_RQL = self._window_mask(layer, forward_batch, prefix_R, width)
         keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)[location_RL].transpose(1, 2)
         values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)[location_RL].transpose(1, 2)
@@ -117,9 +117,6 @@ class BatchedTorchAttnBackend(TorchNativeAttnBackend):
             self._window_plan = (forward_batch, torch.cat([prefix_RL, window_RQ], dim=1), {})
         return self._window_plan[1], self._window_plan[2]
 
-    def _locations(self, forward_batch: ForwardBatch, prefix_R: torch.Tensor, width: int) -> torch.Tensor:
-        return self._plan(forward_batch, prefix_R, width)[0]
-
     def _window_mask(
         self, layer: RadixAttention, forward_batch: ForwardBatch, prefix_R: torch.Tensor, width: int
     ) -> torch.Tensor:
@@ -128,14 +125,15 @@ class BatchedTorchAttnBackend(TorchNativeAttnBackend):
         location_RL, masks = self._plan(forward_batch, prefix_R, width)
         key = (sees_window, window)
         if key not in masks:
-            tree_RQQ = getattr(forward_batch.spec_info, "custom_mask", None)
+            tree_RQQ = None if sees_window else getattr(forward_batch.spec_info, "custom_mask", None)
             masks[key] = window_mask(
                 prefix_R,
                 width=width,
                 num_keys=int(location_RL.shape[1]),
                 sees_window=sees_window,
                 sliding_window=window,
-                tree_RQQ=None if sees_window else tree_RQQ,
+                tree_RQQ=tree_RQQ,
+                tree_position_RQ=None if tree_RQQ is None else forward_batch.positions.view(-1, width),
             )
         return masks[key]
 

@@ -16,6 +16,7 @@ def window_mask(
     sees_window: bool,
     sliding_window: int,
     tree_RQQ: torch.Tensor | None,
+    tree_position_RQ: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Which keys each query of a window sees. Keys are `num_keys - width` prefix columns, then the window.
 
@@ -26,6 +27,8 @@ def window_mask(
         sliding_window: tokens before the current one that a sliding layer sees (SGLang's convention,
             W - 1); negative for full attention.
         tree_RQQ: [R, Q, Q] bool visibility within the window, instead of the causal triangle.
+        tree_position_RQ: [R, Q] int, positions of the nodes; required with a tree and a sliding window, since
+            nodes of a branch do not stand at their slot's position.
 
     Returns:
         [R, Q, num_keys] bool, True = visible. No row is empty: a query sees itself.
@@ -43,8 +46,7 @@ def window_mask(
     window_RQQ = window_RQQ.expand(prefix_R.shape[0], -1, -1)
     mask_RQL = torch.cat([prefix_RQL, window_RQQ], dim=2)
     if sliding_window >= 0:
-        # Within a tree, a node's position is its depth; a window of a tree counts slots, an upper bound.
-        position_RQ = prefix_R[:, None] + slot_Q
+        position_RQ = prefix_R[:, None] + slot_Q if tree_position_RQ is None else tree_position_RQ
         key_RL = torch.cat([column_L.expand(prefix_R.shape[0], -1), position_RQ], dim=1)
         mask_RQL = mask_RQL & (key_RL[:, None, :] >= position_RQ[:, :, None] - sliding_window)
     return mask_RQL

@@ -17,6 +17,9 @@ import httpx
 import pytest
 import torch
 
+from dflash_online.distill.objective import block_objective
+from dflash_online.distill.pack import pack_records
+from dflash_online.distill.recipe import ZLAB
 from dflash_online.drafter.checkpoint import TrainingInfo, export_tensors, save_checkpoint
 from dflash_online.drafter.config import DrafterConfig
 from dflash_online.drafter.init import initialize, new_drafter_config
@@ -25,9 +28,11 @@ from dflash_online.process.port import free_port
 from dflash_online.process.service import Service
 from dflash_online.target.frozen import FrozenHead
 from dflash_online.target.model_info import TargetModelInfo
-from tests.e2e.target_server import TargetServer, target_command
+from tests.e2e.target_server import PROMPTS, TargetServer, chat_text, target_command
 
 CONTEXT_LENGTH = 512
+MAX_NODES = 64
+NUM_TRAINING_STEPS = 80
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -76,7 +81,17 @@ def server(
     port = free_port()
     flags = ["--chunked-prefill-size", "64", "--context-length", str(CONTEXT_LENGTH)]
     command = target_command(
-        model_folder, drafters[0], port, "--capture-slots", "8", "--capture-tokens", "600", "--", *flags
+        model_folder,
+        drafters[0],
+        port,
+        "--capture-slots",
+        "8",
+        "--capture-tokens",
+        "600",
+        "--max-nodes",
+        str(MAX_NODES),
+        "--",
+        *flags,
     )
     log = tmp_path_factory.mktemp("server") / "target.log"
     with Service("target", command, log) as service:
@@ -86,6 +101,46 @@ def server(
             _wait_until_serving(client)
             yield TargetServer(client, log)
         service.require_running()
+
+
+@pytest.fixture(scope="package")
+def trained_drafter(
+    server: TargetServer,
+    drafter_config: DrafterConfig,
+    frozen: FrozenHead,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """Version 4: trained for some seconds on the very answers that the tests ask for, so that drafts are
+    accepted and real paths of several nodes are walked, moved and committed."""
+    records = [
+        server.capture(text=chat_text(prompt), sampling_params={"temperature": 0.0, "max_new_tokens": 32})
+        for prompt in PROMPTS
+    ]
+    torch.manual_seed(0)
+    drafter, generator = initialize(drafter_config, seed=4), torch.Generator().manual_seed(4)
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    for _ in range(NUM_TRAINING_STEPS):
+        batch = pack_records(
+            records, block_size=drafter_config.block_size, num_anchors=48, generator=generator
+        )
+        result = block_objective(drafter, frozen, batch, ZLAB)
+        optimizer.zero_grad()
+        (result.loss_sum / result.weight_sum).backward()
+        torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
+        optimizer.step()
+    folder = tmp_path_factory.mktemp("trained") / "v4"
+    tensors = export_tensors(drafter, drafter_config)
+    save_checkpoint(folder, drafter_config, tensors, training=TrainingInfo(number=4))
+    return folder
+
+
+@pytest.fixture
+def tree_server(server: TargetServer, trained_drafter: Path) -> TargetServer:
+    """The server, drafting trees, with the trained drafter live."""
+    server.set_policy("tree")
+    if not server.drafter()["version"].startswith("4-"):
+        server.swap(trained_drafter)
+    return server
 
 
 def _wait_until_serving(client: httpx.Client) -> None:

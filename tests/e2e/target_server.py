@@ -88,6 +88,11 @@ class TargetServer:
         assert answer.status_code == httpx.codes.OK, answer.text
         return load(answer.content)
 
+    def histograms_by_policy(self, version: str) -> dict[str, list[int]]:
+        """Acceptance histograms of one drafter version, by policy."""
+        versions = self.client.get("/dflash/acceptance").json()["versions"]
+        return {e["policy"]: e["histogram"] for e in versions if e["drafter_version"] == version}
+
     def histograms(self) -> dict[str, list[int]]:
         """Acceptance histogram per drafter version."""
         versions = self.client.get("/dflash/acceptance").json()["versions"]

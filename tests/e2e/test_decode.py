@@ -143,7 +143,9 @@ def _top_probs(model: Any, ids: list[int], temperature: float, top_k: int) -> di
         ({"mode": "chain", "num_nodes": 8}, "num_nodes", "at most 7"),
         ({"mode": "chain", "num_nodes": 0}, "num_nodes", ">= 1"),
         ({"mode": "off", "num_nodes": 2}, "num_nodes", "0 when mode is off"),
-        ({"mode": "bush"}, "mode", "'off' or 'chain'"),
+        ({"mode": "bush"}, "mode", "'off', 'chain' or 'tree'"),
+        ({"mode": "tree", "num_nodes": 65}, "num_nodes", "at most 64"),
+        ({"mode": "tree", "num_nodes": 0}, "num_nodes", ">= 1"),
         ({"mode": "chain", "max_batch_size": 0}, "max_batch_size", "greater than or equal to 1"),
     ],
 )

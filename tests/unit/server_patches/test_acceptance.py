@@ -30,7 +30,7 @@ class FakeResult:
 def test_tau_is_pooled_over_steps_with_the_bonus() -> None:
     counter = AcceptanceCounter()
     for num_accepted in (0, 0, 3, 1):
-        counter.add(StepTag("4-abc", 7), num_accepted)
+        counter.add(StepTag("4-abc", 7, is_chain=True), num_accepted)
     (entry,) = counter.report()
     assert entry["histogram"] == [2, 1, 0, 1]
     assert (entry["num_steps"], entry["num_committed"], entry["tau"]) == (4, 8, 2.0)
@@ -38,9 +38,17 @@ def test_tau_is_pooled_over_steps_with_the_bonus() -> None:
 
 def test_versions_are_counted_apart() -> None:
     counter = AcceptanceCounter()
-    counter.add(StepTag("1-a", 7), 2)
-    counter.add(StepTag("2-b", 7), 0)
+    counter.add(StepTag("1-a", 7, is_chain=True), 2)
+    counter.add(StepTag("2-b", 7, is_chain=True), 0)
     assert {e["drafter_version"]: e["num_steps"] for e in counter.report()} == {"1-a": 1, "2-b": 1}
+
+
+def test_trees_are_counted_by_their_number_of_nodes() -> None:
+    counter = AcceptanceCounter()
+    counter.add(StepTag("1-a", 16, is_chain=False), 2)
+    counter.add(StepTag("1-a", 32, is_chain=False), 3)
+    counter.add(StepTag("1-a", 7, is_chain=True), 1)
+    assert {e["policy"]: e["tau"] for e in counter.report()} == {"tree:16": 3, "tree:32": 4, "chain": 2}
 
 
 def counted(result: FakeResult, batch: FakeBatch) -> list[int]:
@@ -49,10 +57,10 @@ def counted(result: FakeResult, batch: FakeBatch) -> list[int]:
 
 def test_requests_that_had_ended_or_were_retracted_are_left_out() -> None:
     batch = FakeBatch([FakeRequest(), FakeRequest(is_over=True), FakeRequest(is_retracted=True)])
-    assert counted(FakeResult([1, 5, 6], StepTag("1-a", 7)), batch) == [1]
+    assert counted(FakeResult([1, 5, 6], StepTag("1-a", 7, is_chain=True)), batch) == [1]
 
 
 def test_prefill_and_steps_without_drafts_count_nothing() -> None:
     batch = FakeBatch([FakeRequest()])
     assert counted(FakeResult([1]), batch) == []
-    assert counted(FakeResult([0], StepTag("1-a", 0)), batch) == []
+    assert counted(FakeResult([0], StepTag("1-a", 0, is_chain=True)), batch) == []

@@ -48,3 +48,23 @@ def test_a_tree_replaces_the_causal_triangle() -> None:
     )
     assert torch.equal(mask[0, :, 2:], tree[0])
     assert bool(mask[0, :, :2].all())
+
+
+def test_a_sliding_layer_measures_a_tree_by_depth_not_by_slot() -> None:
+    """Node 2 is a sibling of node 1: at depth 1 it sees as far back as node 1 does."""
+    tree = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]], dtype=torch.bool)
+    prefix = 4
+    mask = window_mask(
+        torch.tensor([prefix]),
+        width=3,
+        num_keys=prefix + 3,
+        sees_window=False,
+        sliding_window=2,
+        tree_RQQ=tree,
+        tree_position_RQ=torch.tensor([[prefix, prefix + 1, prefix + 1]]),
+    )
+    assert mask[0].tolist() == [
+        [False, False, True, True, True, False, False],
+        [False, False, False, True, True, True, False],
+        [False, False, False, True, True, False, True],
+    ]

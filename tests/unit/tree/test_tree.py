@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_online.errors import ConfigError, ShapeError
-from dflash_online.tree.draft_tree import DraftTrees, chain_trees, root_trees, visibility
+from dflash_online.tree.draft_tree import DraftTrees, chain_trees, links, root_trees, visibility
 from dflash_online.tree.policy import Policy, PolicyMode
 from dflash_online.tree.walk import walk
 
@@ -133,3 +133,18 @@ def test_probes_draft_every_nth_step_of_a_batch_that_is_too_large() -> None:
     policy = Policy(mode=PolicyMode.CHAIN, num_nodes=3, max_batch_size=1, probe_interval=4)
     assert [policy.num_drafts(8, step) for step in range(8)] == [3, 0, 0, 0, 3, 0, 0, 0]
     assert [policy.num_drafts(1, step) for step in range(4)] == [3] * 4
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10**6), num_nodes=st.integers(1, 12))
+def test_links_lead_to_every_child_in_index_order(seed: int, num_nodes: int) -> None:
+    trees = random_trees(seed, 2, num_nodes, vocab=12)
+    first_child_RN, next_sibling_RN = links(trees)
+    for request in range(2):
+        parent = trees.parent_RN[request].tolist()
+        for node in range(num_nodes):
+            children, child = [], int(first_child_RN[request, node])
+            while child != -1:
+                children.append(child)
+                child = int(next_sibling_RN[request, child])
+            assert children == [i for i, p in enumerate(parent) if p == node]

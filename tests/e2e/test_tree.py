@@ -1,0 +1,160 @@
+"""Trees change speed only: in the real server, with drafts that are really accepted along branches."""
+
+from __future__ import annotations
+
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from scipy.stats import chi2_contingency
+
+from tests.e2e.conftest import CONTEXT_LENGTH
+from tests.e2e.target_server import PROMPTS, TargetServer, chat_text
+
+TEXTS = [chat_text(prompt) for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def plain_outputs(server: TargetServer) -> list[list[int]]:
+    server.set_policy("off")
+    return server.generate_all(TEXTS, concurrency=1)
+
+
+def tau_of(histogram: list[int]) -> float:
+    return 1 + sum(a * n for a, n in enumerate(histogram)) / sum(histogram)
+
+
+@pytest.mark.parametrize(
+    ("concurrency", "num_nodes"), [(1, 16), (1, 64), (4, 7), (4, 32), (10, 1), (10, 16), (10, 64)]
+)
+def test_greedy_output_of_a_tree_equals_plain_decoding(
+    tree_server: TargetServer, plain_outputs: list[list[int]], concurrency: int, num_nodes: int
+) -> None:
+    tree_server.set_policy("tree", num_nodes=num_nodes)
+    assert tree_server.generate_all(TEXTS, concurrency) == plain_outputs
+    histogram = tree_server.histograms_by_policy(tree_server.drafter()["version"])[f"tree:{num_nodes}"]
+    assert tau_of(histogram) > 1.3
+    assert len(histogram) <= 1 + min(num_nodes, 7)
+
+
+def test_a_tree_accepts_more_than_a_chain(tree_server: TargetServer, plain_outputs: list[list[int]]) -> None:
+    assert plain_outputs
+    version = tree_server.drafter()["version"]
+    before = tree_server.histograms_by_policy(version)
+    for mode, num_nodes in (("chain", 7), ("tree", 32)):
+        tree_server.set_policy(mode, num_nodes=num_nodes)
+        tree_server.generate_all(TEXTS, concurrency=5)
+    after = tree_server.histograms_by_policy(version)
+    tau = {name: tau_of(_difference(after[name], before.get(name, []))) for name in ("chain", "tree:32")}
+    assert tau["tree:32"] >= tau["chain"] > 1.3
+
+
+def _difference(after: list[int], before: list[int]) -> list[int]:
+    return [count - (before[i] if i < len(before) else 0) for i, count in enumerate(after)]
+
+
+def test_policies_may_change_while_trees_are_verified(
+    tree_server: TargetServer, plain_outputs: list[list[int]]
+) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(tree_server.generate_all, TEXTS, 5)
+        while not running.done():
+            for policy in (
+                {"mode": "tree", "num_nodes": 40},
+                {"mode": "off"},
+                {"mode": "tree", "num_nodes": 3},
+                {"mode": "chain"},
+            ):
+                tree_server.set_policy(**policy)
+        assert running.result() == plain_outputs
+
+
+@pytest.mark.parametrize("max_new_tokens", range(2, 12))
+def test_a_length_limit_within_an_accepted_path_cuts_exactly(
+    tree_server: TargetServer, plain_outputs: list[list[int]], max_new_tokens: int
+) -> None:
+    found = tree_server.generate_all(TEXTS[:4], 4, max_new_tokens=max_new_tokens)
+    assert found == [output[:max_new_tokens] for output in plain_outputs[:4]]
+
+
+def test_a_stop_token_within_an_accepted_path_cuts_exactly(
+    tree_server: TargetServer, plain_outputs: list[list[int]]
+) -> None:
+    for text, plain in list(zip(TEXTS, plain_outputs, strict=True))[:5]:
+        for stop in {plain[index] for index in (4, 9) if index < len(plain)}:
+            found = tree_server.generate(text, stop_token_ids=[stop])["output_ids"]
+            assert found == plain[: plain.index(stop) + 1]
+
+
+def test_prefixes_cached_out_of_a_tree_are_right(
+    tree_server: TargetServer, plain_outputs: list[list[int]]
+) -> None:
+    """A prompt that extends an earlier output finds the keys that a tree verify had moved into place."""
+    tree_server.generate_all(TEXTS, concurrency=5)
+    info = tree_server.post("/tokenize", {"model": "default", "prompt": TEXTS[0]})
+    for cut in (5, 11, 20):
+        body = {
+            "input_ids": [*info["tokens"], *plain_outputs[0][:cut]],
+            "sampling_params": {"temperature": 0.0, "max_new_tokens": 32 - cut},
+        }
+        answer = tree_server.post("/generate", body)
+        assert answer["meta_info"]["cached_tokens"] > len(info["tokens"])
+        assert answer["output_ids"] == plain_outputs[0][cut:]
+
+
+def test_a_request_may_run_into_the_context_limit(tree_server: TargetServer) -> None:
+    tree_server.set_policy("tree", num_nodes=64)
+    input_ids = [500 + i % 40 for i in range(CONTEXT_LENGTH - 12)]
+    body = {"input_ids": input_ids, "sampling_params": {"temperature": 0.0, "ignore_eos": True}}
+    answer = tree_server.post("/generate", body)
+    assert answer["meta_info"]["finish_reason"]["type"] == "length"
+    assert 5 <= len(answer["output_ids"]) <= 12
+    assert tree_server.client.get("/health").status_code == httpx.codes.OK
+
+
+def test_stop_strings_and_log_probabilities_survive_a_tree(tree_server: TargetServer) -> None:
+    sampling = {"temperature": 0.0, "max_new_tokens": 24, "stop": ["."]}
+    body = {"text": TEXTS[1], "sampling_params": sampling, "return_logprob": True}
+    tree = tree_server.post("/generate", body)
+    tree_server.set_policy("off")
+    plain = tree_server.post("/generate", body)
+    assert tree["text"] == plain["text"]
+    pairs = zip(
+        tree["meta_info"]["output_token_logprobs"], plain["meta_info"]["output_token_logprobs"], strict=True
+    )
+    for (found, token, _), (wanted, wanted_token, _) in pairs:
+        assert token == wanted_token
+        assert found == pytest.approx(wanted, abs=1e-3)
+
+
+def test_a_regular_expression_constrains_a_tree_as_it_does_plain_decoding(tree_server: TargetServer) -> None:
+    text, pattern = chat_text("Give me a number."), r"[0-9]{3}-[0-9]{2}( and [a-z]+){2}"
+    tree = tree_server.generate(text, regex=pattern)["text"]
+    tree_server.set_policy("off")
+    assert tree == tree_server.generate(text, regex=pattern)["text"]
+
+
+def test_penalties_and_logit_bias_are_those_of_plain_decoding(tree_server: TargetServer) -> None:
+    settings: dict[str, Any] = {"logit_bias": {"284": -5.0, "260": 2.0}}
+    trees = [tree_server.generate(text, **settings)["output_ids"] for text in TEXTS[:4]]
+    tree_server.set_policy("off")
+    assert trees == [tree_server.generate(text, **settings)["output_ids"] for text in TEXTS[:4]]
+
+
+def test_sampled_paths_follow_the_law_of_plain_decoding(tree_server: TargetServer) -> None:
+    """Three tokens at temperature 3, top 3, trees against no drafting: one law, by chi-square."""
+    sampling = {"temperature": 3.0, "top_k": 3, "max_new_tokens": 3, "ignore_eos": True}
+    counts = []
+    for policy in ({"mode": "tree", "num_nodes": 32}, {"mode": "off"}):
+        tree_server.set_policy(**policy)
+        outputs = tree_server.generate_all([TEXTS[2]] * 300, concurrency=24, **sampling)
+        counts.append(Counter(tuple(output) for output in outputs))
+    outcomes = sorted(set(counts[0]) | set(counts[1]))
+    # Outcomes too rare for the test's approximation are pooled.
+    common = [o for o in outcomes if counts[0][o] + counts[1][o] >= 10]
+    rows = [[count[o] for o in common] + [300 - sum(count[o] for o in common)] for count in counts]
+    table = [row if rows[0][-1] + rows[1][-1] else row[:-1] for row in rows]
+    assert len(common) >= 3
+    assert chi2_contingency(table).pvalue > 1e-4
