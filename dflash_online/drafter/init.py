@@ -8,14 +8,16 @@ Raises ConfigError where no sensible choice exists. Source: DFlash specification
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from dflash_online.drafter.checkpoint import check_against_target, load_checkpoint
-from dflash_online.drafter.config import DrafterConfig, select_layer_ids
+from dflash_online.drafter.config import FULL_ATTENTION, SLIDING_ATTENTION, DrafterConfig, select_layer_ids
 from dflash_online.drafter.model import DFlashDrafter
+from dflash_online.drafter.tensors import export_tensors
 from dflash_online.errors import ConfigError
 from dflash_online.target.model_info import TargetModelInfo
 
@@ -118,11 +120,15 @@ def initialize(config: DrafterConfig, *, seed: int) -> DFlashDrafter:
     return drafter
 
 
-def warm_start(path: Path, *, target: TargetModelInfo | None = None) -> DFlashDrafter:
+def warm_start(
+    path: Path, *, target: TargetModelInfo | None = None, num_layers: int | None = None
+) -> DFlashDrafter:
     """The drafter of a folder, own or published, as float32 masters.
 
     Args:
         target: when given, the drafter must fit it.
+        num_layers: fewer keep the first layers, whose inputs are then unchanged; more append full layers
+            that start as the identity. None keeps the drafter's own number.
 
     Raises:
         CheckpointError: see `load_checkpoint`.
@@ -131,4 +137,16 @@ def warm_start(path: Path, *, target: TargetModelInfo | None = None) -> DFlashDr
     checkpoint = load_checkpoint(path)
     if target is not None:
         check_against_target(checkpoint.config, target)
-    return DFlashDrafter.from_tensors(checkpoint.config, checkpoint.tensors)
+    config, tensors = checkpoint.config, checkpoint.tensors
+    if num_layers is None or num_layers == config.num_layers:
+        return DFlashDrafter.from_tensors(config, tensors)
+    types = (config.layer_types + (FULL_ATTENTION,) * num_layers)[:num_layers]
+    window = config.sliding_window if SLIDING_ATTENTION in types else None
+    resized = replace(config, num_layers=num_layers, layer_types=types, sliding_window=window)
+    fresh = export_tensors(initialize(resized, seed=0), resized)
+    for name, tensor in fresh.items():
+        if name in tensors:
+            tensor.copy_(tensors[name])
+        elif ".o_proj." in name or ".down_proj." in name:
+            tensor.zero_()
+    return DFlashDrafter.from_tensors(resized, fresh)
