@@ -24,9 +24,9 @@ class DemoResult:
     first: BenchReport
     """Passes `off` and `chain` with the untrained version."""
     last: BenchReport
-    """Pass `chain` with the last version, same prompts."""
+    """Passes `chain` and `tree` with the last version, same prompts."""
     speed: BenchReport
-    """Passes `off` and `chain` with the last version, one request at a time."""
+    """Passes `off`, `chain` and `tree` with the last version, one request at a time."""
     info: Mapping[str, Any]
     """GET /dflash/info at the end."""
     status: Mapping[str, Any]
@@ -42,19 +42,20 @@ class DemoResult:
     def comparison(self) -> OutputComparison:
         """All greedy outputs against plain decoding."""
         result = self.first.comparison() + self.speed.comparison()
-        plain, last = self.first.find("off"), self.last.find("chain")
-        if plain is not None and last is not None:
-            result += compare_outputs(plain, last)
+        plain = _pass(self.first, "off")
+        for one in self.last.passes:
+            result += compare_outputs(plain, one)
         return result
 
     def to_json(self) -> dict[str, Any]:
         comparison = self.comparison()
         passes = [one for report in (self.first, self.last, self.speed) for one in report.passes]
         drafter, records = self.info["drafter"], self.status["records"]
-        off, on = _pass(self.speed, "off"), _pass(self.speed, "chain")
+        off, on, tree = (_pass(self.speed, policy) for policy in ("off", "chain", "tree"))
         return {
             "tau_first": _rounded(_pass(self.first, "chain").tau),
             "tau_last": _rounded(_pass(self.last, "chain").tau),
+            "tau_last_tree": _rounded(_pass(self.last, "tree").tau),
             "outputs_compared": comparison.num_compared,
             "outputs_identical": comparison.num_identical,
             "first_difference": comparison.first_difference,
@@ -64,6 +65,7 @@ class DemoResult:
             "swap_pause_max_ms": drafter["max_pause_ms"],
             "tok_per_s_off": _rounded(off.tok_per_s),
             "tok_per_s_on": _rounded(on.tok_per_s),
+            "tok_per_s_tree": _rounded(tree.tok_per_s),
             "tok_per_s_concurrency": on.concurrency,
             "drafter_version_last": drafter["version"],
             "versions_published": sum(one.get("published_at") is not None for one in self.status["versions"]),

@@ -101,9 +101,9 @@ class _Demo:
             )
         info = ask_info(target.url)
         with self._timed("bench_last", f"measuring version {info['drafter']['version']} on the same prompts"):
-            last = self._bench(target, prompts, ("chain",), config.concurrency)
+            last = self._bench(target, prompts, ("chain", "tree"), config.concurrency)
             few = self._prompts[: config.num_latency_prompts]
-            speed = self._bench(target, few, ("off", "chain"), 1)
+            speed = self._bench(target, few, ("off", "chain", "tree"), 1)
         return {"first": first, "last": last, "speed": speed, "info": ask_info(target.url), "status": status}
 
     def _make_drafter(self, model: Path) -> Path:

@@ -72,8 +72,8 @@ def report(concurrency: int, **passes: tuple[str, list[int], float]) -> BenchRep
 def result() -> DemoResult:
     return DemoResult(
         first=report(4, off=("a", [], 1.0), chain=("a", [10], 2.0)),
-        last=report(4, chain=("a", [5, 5], 1.0)),
-        speed=report(1, off=("b", [], 3.0), chain=("c", [0, 10], 1.5)),
+        last=report(4, chain=("a", [5, 5], 1.0), tree=("a", [5, 0, 5], 1.0)),
+        speed=report(1, off=("b", [], 3.0), chain=("c", [0, 10], 1.5), tree=("b", [0, 10], 1.2)),
         info=INFO,
         status=status(),
         peak_rss_mb={"demo": 100.0, "target": 3000.0},
@@ -90,10 +90,10 @@ def test_every_promised_key_is_there_with_its_figure() -> None:
     assert {key: line[key] for key in PROMISED} == {
         "tau_first": 1.0,
         "tau_last": 1.5,
-        "outputs_compared": 3,
-        "outputs_identical": 2,
-        "requests_sent": 10,
-        "requests_failed": 5,
+        "outputs_compared": 5,
+        "outputs_identical": 4,
+        "requests_sent": 14,
+        "requests_failed": 7,
         "swaps": 3,
         "swap_pause_max_ms": 11.2,
         "tok_per_s_off": 10.0,
@@ -102,6 +102,7 @@ def test_every_promised_key_is_there_with_its_figure() -> None:
         "peak_rss_mb": {"demo": 100.0, "target": 3000.0},
         "wall_s": 99.0,
     }
+    assert (line["tau_last_tree"], line["tok_per_s_tree"]) == (2.0, 25.0)
     assert line["versions_published"] == 1
     assert line["records_captured"] == 100
     assert "off has 'b', chain has 'c'" in line["first_difference"]
