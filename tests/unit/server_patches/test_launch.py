@@ -19,6 +19,7 @@ from tiny_models import HIDDEN, VOCAB, tiny_config, tiny_drafter, write_target_f
 from dflash_online.drafter.checkpoint import TrainingInfo, export_tensors, save_checkpoint
 from dflash_online.drafter.config import DrafterConfig
 from dflash_online.errors import ConfigError, PluginError
+from server_patches.compat import MAX_NODES_ENV
 from server_patches.launch import LaunchConfig, ReadyWatch, make_command, make_environment
 
 
@@ -99,6 +100,8 @@ def config(**changes: object) -> LaunchConfig:
         ({"capture_slots": 0}, "capture_slots"),
         ({"capture_tokens": 1}, "capture_tokens"),
         ({"cpu_threads": 0}, "cpu_threads"),
+        ({"max_nodes": -1}, "max_nodes"),
+        ({"max_nodes": 257}, "max_nodes"),
         ({"ready_timeout_s": 0.0}, "ready_timeout_s"),
         ({"flags": ("--speculative-algorithm", "DFLASH")}, "SGLang flag"),
         ({"flags": ("--port=1",)}, "SGLang flag"),
@@ -124,6 +127,17 @@ def test_cpu_support_is_added_only_without_a_gpu(tmp_path: Path) -> None:
     assert on_cpu["SGLANG_USE_CPU_ENGINE"] == "1"
     assert on_cpu["OMP_NUM_THREADS"] == "1"
     assert on_cpu["PYTHONPATH"].split(os.pathsep)[0].endswith("stand_in")
+
+
+def test_trees_are_on_by_default_only_where_they_are_proved(tmp_path: Path) -> None:
+    def max_nodes(given: int | None, *, on_gpu: bool) -> str:
+        return make_environment(config(max_nodes=given), tmp_path, 1000, on_gpu=on_gpu)[MAX_NODES_ENV]
+
+    assert (max_nodes(None, on_gpu=False), max_nodes(None, on_gpu=True), max_nodes(7, on_gpu=False)) == (
+        "32",
+        "0",
+        "7",
+    )
 
 
 def test_a_real_kernel_package_is_never_shadowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
