@@ -1,12 +1,12 @@
 # Needs Python 3.11 with pip, nothing else. Everything is made inside this folder: .venv, models/, demo-out/.
 #
-#   make demo [MINUTES=9]   the whole loop on a real small model, at most 15 minutes after the install
+#   make demo [MINUTES=8]   the whole loop on a real small model, at most 15 minutes after the install
 #   make check               lint, types, unit tests: under 2 minutes
 #   make test                every test, the real SGLang included: under 20 minutes
 #   make clean               take away what make made
 
 PYTHON ?= python3.11
-MINUTES ?= 9
+MINUTES ?= 8
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check

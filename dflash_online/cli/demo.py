@@ -11,11 +11,11 @@ from dflash_online.cli.output import JsonOption, console_for
 from dflash_online.demo.config import EXAMPLE_CONFIG, DemoConfig
 from dflash_online.demo.interruption import Interrupted
 
-EXAMPLE = "Example: dflash-online demo --minutes 9"
+EXAMPLE = "Example: dflash-online demo --minutes 8"
 
 
 def demo(
-    minutes: Annotated[float, typer.Option(help="Of training.")] = 9.0,
+    minutes: Annotated[float, typer.Option(help="Of training.")] = 8.0,
     workdir: Annotated[Path, typer.Option(help="Logs, records, checkpoints; emptied first.")] = Path(
         "demo-out"
     ),

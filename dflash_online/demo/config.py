@@ -26,7 +26,7 @@ MODEL_NAME = "smollm2-135m"
 class DemoConfig:
     """One demo."""
 
-    minutes: float = 9.0
+    minutes: float = 8.0
     """Of training."""
     workdir: Path = Path("demo-out")
     """Logs, checkpoints and records; emptied at the start."""
