@@ -149,12 +149,12 @@ def test_sampled_paths_follow_the_law_of_plain_decoding(tree_server: TargetServe
     counts = []
     for policy in ({"mode": "tree", "num_nodes": 32}, {"mode": "off"}):
         tree_server.set_policy(**policy)
-        outputs = tree_server.generate_all([TEXTS[2]] * 200, concurrency=24, **sampling)
+        outputs = tree_server.generate_all([TEXTS[2]] * 300, concurrency=24, **sampling)
         counts.append(Counter(tuple(output) for output in outputs))
     outcomes = sorted(set(counts[0]) | set(counts[1]))
     # Outcomes too rare for the test's approximation are pooled.
     common = [o for o in outcomes if counts[0][o] + counts[1][o] >= 10]
-    rows = [[count[o] for o in common] + [200 - sum(count[o] for o in common)] for count in counts]
+    rows = [[count[o] for o in common] + [300 - sum(count[o] for o in common)] for count in counts]
     table = [row if rows[0][-1] + rows[1][-1] else row[:-1] for row in rows]
     assert len(common) >= 3
     assert chi2_contingency(table).pvalue > 1e-4
