@@ -1,6 +1,6 @@
-"""The benchmark: passes over the same prompts, one per concurrency and policy.
+"""The benchmark: passes over the same prompts, one per temperature, concurrency and policy.
 
-    prompts --> pass(off, c=1) --> pass(chain, c=1) --> pass(off, c=4) ... --> BenchReport
+    prompts --> pass(off, c=1) --> pass(chain:7, c=1) --> pass(off, c=4) ... --> BenchReport
 
 Each pass warms up, notes the server's acceptance counters, sends every prompt, and notes them again: tau is
 the difference, so it holds only what happened in between (other traffic included, if there is any). A pass
@@ -12,20 +12,20 @@ happens. Bounded in prompts and in time. Raises TargetError when the server cann
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 from dflash_online.bench.client import ChatClient, Exchange, RequestSettings
+from dflash_online.bench.policy import CURRENT_POLICY, PolicyEntry
 from dflash_online.bench.report import AcceptanceDelta, BenchReport, PassResult
 from dflash_online.errors import ConfigError, TargetRefusedError
 from dflash_online.prompts.item import PromptItem
 from dflash_online.target.client import TargetClient, VersionAcceptance
-
-CURRENT_POLICY = "current"
-"""The policy that the server has: nothing is switched."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,13 +36,14 @@ class BenchConfig:
     concurrencies: tuple[int, ...] = (1,)
     """Requests in flight; one pass each."""
     policies: tuple[str, ...] = (CURRENT_POLICY,)
-    """Speculation policies; one pass each. Others than `current` need a server of ours."""
+    """Such as `off` or `tree:16`; one pass each. Others than `current` need a server of ours."""
     num_nodes: int | None = None
-    """Sent along with a policy; None: the server's own number."""
+    """Sent along with a policy that names no number; None: the server's own number."""
     model: str | None = None
     """None: the first that the server lists."""
     max_tokens: int = 128
-    temperature: float = 0.0
+    temperatures: tuple[float, ...] = (0.0,)
+    """One pass each."""
     num_warmup: int = 2
     """Requests before each pass, not counted."""
     request_timeout_s: float = 600.0
@@ -56,7 +57,12 @@ class BenchConfig:
             "concurrencies": (self.concurrencies, ">= 1, at least one", bool(self.concurrencies)),
             "policies": (self.policies, "at least one", bool(self.policies)),
             "max_tokens": (self.max_tokens, ">= 1", self.max_tokens >= 1),
-            "temperature": (self.temperature, ">= 0", self.temperature >= 0),
+            "num_nodes": (self.num_nodes, ">= 1", self.num_nodes is None or self.num_nodes >= 1),
+            "temperatures": (
+                self.temperatures,
+                ">= 0, at least one",
+                bool(self.temperatures) and all(math.isfinite(t) and t >= 0 for t in self.temperatures),
+            ),
             "num_warmup": (self.num_warmup, ">= 0", self.num_warmup >= 0),
             "request_timeout_s": (self.request_timeout_s, "> 0", self.request_timeout_s > 0),
             "max_pass_s": (self.max_pass_s, "> 0", self.max_pass_s > 0),
@@ -66,6 +72,12 @@ class BenchConfig:
                 raise ConfigError(name, value, bound)
         if min(self.concurrencies) < 1:
             raise ConfigError("concurrencies", self.concurrencies, ">= 1, at least one")
+        _ = self.entries  # raises for a malformed one
+
+    @property
+    def entries(self) -> tuple[PolicyEntry, ...]:
+        """The policies, read."""
+        return tuple(PolicyEntry.parse(policy) for policy in self.policies)
 
 
 Progress = Callable[[str, int, int], None]
@@ -85,18 +97,19 @@ async def run_bench(config: BenchConfig, prompts: Sequence[PromptItem], progress
     async with ChatClient(config.url, api_key=config.api_key) as chat:
         try:
             info = await _info(target)
-            switches = [policy for policy in config.policies if policy != CURRENT_POLICY]
+            switches = [entry.text for entry in config.entries if entry.mode != CURRENT_POLICY]
             if switches and info is None:
                 raise ConfigError(
                     "policies", switches, f"{CURRENT_POLICY!r} on a server without /dflash routes"
                 )
             model = config.model or await chat.first_model()
-            bench = _Bench(config, chat, target, info, model, progress)
-            passes = await bench.run_all(prompts, restore=info["policy"] if info and switches else None)
+            restore = info["policy"] if info and switches else None
+            bench = _Bench(config, chat, target, info, restore, model, progress)
+            passes = await bench.run_all(prompts)
         finally:
             await target.aclose()
     return BenchReport(
-        config.url, model, info, len(prompts), config.max_tokens, config.temperature, tuple(passes)
+        config.url, model, info, len(prompts), config.max_tokens, config.temperatures[0], tuple(passes)
     )
 
 
@@ -114,29 +127,39 @@ class _Bench:
     chat: ChatClient
     target: TargetClient
     info: dict[str, Any] | None
+    restore: Mapping[str, Any] | None
+    """The policy found, when a pass switches; None: nothing is switched."""
     model: str
     progress: Progress
 
-    async def run_all(
-        self, prompts: Sequence[PromptItem], *, restore: Mapping[str, Any] | None
-    ) -> list[PassResult]:
+    async def run_all(self, prompts: Sequence[PromptItem]) -> list[PassResult]:
         passes: list[PassResult] = []
         try:
-            for concurrency in self.config.concurrencies:
-                for policy in self.config.policies:
-                    if policy != CURRENT_POLICY:
-                        await self.target.set_policy(policy, self.config.num_nodes)
-                    passes.append(await self._run_pass(policy, concurrency, prompts))
+            for temperature, concurrency, entry in product(
+                self.config.temperatures, self.config.concurrencies, self.config.entries
+            ):
+                passes.append(await self._run_pass(entry, concurrency, temperature, prompts))
         finally:
-            if restore is not None:
-                await self.target.set_policy(**restore)
+            if self.restore is not None:
+                await self.target.set_policy(**self.restore)
         return passes
 
-    async def _run_pass(self, policy: str, concurrency: int, prompts: Sequence[PromptItem]) -> PassResult:
+    async def _switch(self, entry: PolicyEntry) -> Mapping[str, Any]:
+        """Make that policy the server's; returns the policy in force, empty on a foreign server."""
+        if entry.mode != CURRENT_POLICY:
+            return await self.target.set_policy(entry.mode, entry.nodes_or(self.config.num_nodes))
+        if self.restore is not None:  # an earlier pass may have switched
+            return await self.target.set_policy(**self.restore)
+        return self.info.get("policy", {}) if self.info is not None else {}
+
+    async def _run_pass(
+        self, entry: PolicyEntry, concurrency: int, temperature: float, prompts: Sequence[PromptItem]
+    ) -> PassResult:
+        policy = await self._switch(entry)
         settings = RequestSettings(
             model=self.model,
             max_tokens=self.config.max_tokens,
-            temperature=self.config.temperature,
+            temperature=temperature,
             timeout_s=self.config.request_timeout_s,
             extra_body=self.config.extra_body,
         )
@@ -145,13 +168,17 @@ class _Bench:
         await self._send(warmup, concurrency, self._with_own_cache(settings), None)
         before = await self._acceptance()
         start = time.perf_counter()
-        name = f"{policy}, concurrency {concurrency}"
+        name = f"{entry.text}, concurrency {concurrency}"
+        if len(self.config.temperatures) > 1:
+            name += f", temperature {temperature:g}"
         exchanges = await self._send(prompts, concurrency, self._with_own_cache(settings), name)
         wall_s = time.perf_counter() - start
         after = await self._acceptance()
         return PassResult(
-            policy=policy,
+            policy=entry.text,
             concurrency=concurrency,
+            temperature=temperature,
+            num_nodes=policy.get("num_nodes"),
             wall_s=wall_s,
             exchanges=tuple(exchanges),
             acceptance=acceptance_between(before, after),

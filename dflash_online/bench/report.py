@@ -3,8 +3,9 @@
     measure --PassResult--> BenchReport --> rich table | JSON
 
 tau is pooled over verify steps from exact histograms, bonus token included. Latencies are distributions:
-median and 99th percentile. Outputs are compared only at temperature 0 and between passes of equal
-concurrency, the first policy being the reference. Knows neither network nor clock.
+median and 99th percentile. Outputs are compared only between passes of temperature 0 and of equal
+concurrency, the first policy being the reference. A speedup is over `off` at the same concurrency and
+temperature, prompt by prompt; estimates carry 95 % bootstrap intervals. Knows neither network nor clock.
 """
 
 from __future__ import annotations
@@ -13,11 +14,17 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from rich.table import Table
 
 from dflash_online.bench.client import Answer, Exchange
+from dflash_online.bench.interval import Interval, mean_interval, ratio_interval, tau_interval
+from dflash_online.bench.policy import OFF_POLICY
+
+BOOTSTRAP_SEED = 0
+"""Of every interval: the same passes give the same report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +74,9 @@ class PassResult:
     acceptance: tuple[AcceptanceDelta, ...]
     has_own_cache: bool
     """No prompt could be served from a prefix cache that an earlier pass had filled."""
+    temperature: float = 0.0
+    num_nodes: int | None = None
+    """Draft nodes per verify step, as the server says; None when it says nothing."""
 
     @property
     def answers(self) -> list[Answer]:
@@ -90,13 +100,33 @@ class PassResult:
     def tau(self) -> float | None:
         return pooled_tau(delta.histogram for delta in self.acceptance)
 
+    @property
+    def tau_interval(self) -> Interval | None:
+        """Of tau, verify steps resampled."""
+        columns = zip_longest(*(delta.histogram for delta in self.acceptance), fillvalue=0)
+        return tau_interval([sum(column) for column in columns], seed=BOOTSTRAP_SEED)
+
+    @property
+    def prompt_tpot_s(self) -> list[float | None]:
+        """Seconds per token after the first of each prompt, all turns together; None where one failed."""
+        return [_prompt_tpot(exchange) for exchange in self.exchanges]
+
+    @property
+    def mean_tpot(self) -> Interval | None:
+        """Mean over prompts in seconds, prompts resampled."""
+        values = [value for value in self.prompt_tpot_s if value is not None]
+        return mean_interval(values, seed=BOOTSTRAP_SEED)
+
     def to_json(self) -> dict[str, Any]:
         ttft = Spread.of(answer.ttft_s for answer in self.answers)
         tpot = Spread.of(answer.tpot_s for answer in self.answers if answer.tpot_s is not None)
         return {
             "policy": self.policy,
             "concurrency": self.concurrency,
+            "temperature": self.temperature,
+            "num_nodes": self.num_nodes,
             "tau": self.tau,
+            "tau_interval": _json(self.tau_interval),
             "acceptance": [
                 {
                     "drafter_version": delta.drafter_version,
@@ -109,6 +139,7 @@ class PassResult:
             "tok_per_s": self.tok_per_s,
             "ttft_ms": {"median": ttft.median_ms, "p99": ttft.p99_ms} if ttft else None,
             "tpot_ms": {"median": tpot.median_ms, "p99": tpot.p99_ms} if tpot else None,
+            "tpot_mean_s": _json(self.mean_tpot),
             "output_tokens": sum(answer.num_tokens for answer in self.answers),
             "requests_sent": self.num_requests,
             "requests_failed": sum(self.errors.values()),
@@ -169,16 +200,16 @@ class BenchReport:
     info: dict[str, Any] | None  # GET /dflash/info at the start; None when the server is not ours
     num_prompts: int
     max_tokens: int
-    temperature: float
+    temperature: float  # of the first passes; each pass has its own
     passes: tuple[PassResult, ...]
 
     def comparison(self) -> OutputComparison:
-        """All passes against the first policy's pass of the same concurrency."""
+        """All greedy passes against the first policy's pass of the same concurrency."""
         result = OutputComparison(0, 0, None)
-        if self.temperature > 0:
-            return result
         references: dict[int, PassResult] = {}
         for one in self.passes:
+            if one.temperature > 0:
+                continue
             reference = references.setdefault(one.concurrency, one)
             if reference is not one:
                 result += compare_outputs(reference, one)
@@ -188,9 +219,25 @@ class BenchReport:
         """The first pass with that policy."""
         return next((one for one in self.passes if one.policy == policy), None)
 
+    def speedup(self, one: PassResult) -> Interval | None:
+        """Mean TPOT of `off` over that of this pass, paired by prompt; None without such a pass of `off`."""
+        for off in self.passes:
+            if off.policy == OFF_POLICY and _is_comparable(off, one):
+                break
+        else:
+            return None
+        if off is one:
+            return None
+        pairs = [
+            (before, after)
+            for before, after in zip(off.prompt_tpot_s, one.prompt_tpot_s, strict=True)
+            if before is not None and after is not None
+        ]
+        return ratio_interval([b for b, _ in pairs], [a for _, a in pairs], seed=BOOTSTRAP_SEED)
+
     def to_json(self) -> dict[str, Any]:
         comparison = self.comparison()
-        passes = [one.to_json() for one in self.passes]
+        passes = [one.to_json() | {"speedup": _json(self.speedup(one))} for one in self.passes]
         return {
             "url": self.url,
             "model": self.model,
@@ -198,6 +245,7 @@ class BenchReport:
             "prompts": self.num_prompts,
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
+            "temperatures": sorted({one.temperature for one in self.passes}),
             "passes": passes,
             "outputs_compared": comparison.num_compared,
             "outputs_identical": comparison.num_identical,
@@ -211,20 +259,36 @@ class BenchReport:
         table = Table(
             title=f"{self.model}: {self.num_prompts} prompts, at most {self.max_tokens} tokens each"
         )
-        for name in ("policy", "concurrency", "tau", "tok/s", "TTFT ms", "p99", "TPOT ms", "p99", "failed"):
+        several = len({one.temperature for one in self.passes}) > 1
+        for name in (
+            "policy",
+            "concurrency",
+            *(["temperature"] if several else []),
+            "tau",
+            "tok/s",
+            "TTFT ms",
+            "p99",
+            "TPOT ms",
+            "p99",
+            "speedup",
+            "failed",
+        ):
             table.add_column(name, justify="left" if name == "policy" else "right")
         for one in self.passes:
             ttft = Spread.of(answer.ttft_s for answer in one.answers)
             tpot = Spread.of(answer.tpot_s for answer in one.answers if answer.tpot_s is not None)
             failed = ", ".join(f"{count} {kind}" for kind, count in one.errors.items()) or "0"
-            tau = "n/a" if one.tau is None else f"{one.tau:.3f}"
+            tau = "n/a" if one.tau is None else f"{one.tau:.3f}{_range(one.tau_interval)}"
+            speedup = self.speedup(one)
             cells = [
                 one.policy,
                 str(one.concurrency),
+                *([f"{one.temperature:g}"] if several else []),
                 tau,
                 f"{one.tok_per_s:.1f}",
                 *_cells(ttft),
                 *_cells(tpot),
+                f"{speedup.estimate:.2f}{_range(speedup)}" if speedup else "n/a",
             ]
             table.add_row(*cells, failed)
         return table
@@ -232,3 +296,23 @@ class BenchReport:
 
 def _cells(spread: Spread | None) -> tuple[str, str]:
     return (f"{spread.median_ms:.1f}", f"{spread.p99_ms:.1f}") if spread else ("n/a", "n/a")
+
+
+def _range(interval: Interval | None) -> str:
+    return f" ({interval.low:.2f}-{interval.high:.2f})" if interval else ""
+
+
+def _json(interval: Interval | None) -> dict[str, float | int] | None:
+    return interval.to_json() if interval else None
+
+
+def _is_comparable(left: PassResult, right: PassResult) -> bool:
+    return (left.concurrency, left.temperature) == (right.concurrency, right.temperature)
+
+
+def _prompt_tpot(exchange: Exchange | None) -> float | None:
+    if exchange is None or exchange.failure:
+        return None
+    num_later = sum(max(0, answer.num_tokens - 1) for answer in exchange.answers)
+    later_s = sum(answer.last_token_s - answer.ttft_s for answer in exchange.answers)
+    return later_s / num_later if num_later else None

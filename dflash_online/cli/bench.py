@@ -6,7 +6,7 @@ import asyncio
 import json
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 from rich.console import Console
@@ -21,14 +21,16 @@ if TYPE_CHECKING:  # importing them takes seconds (torch), which `--help` need n
     from dflash_online.bench.measure import BenchConfig
     from dflash_online.bench.report import BenchReport
 
-EXAMPLE = "Example: dflash-online bench --url http://127.0.0.1:30000 --concurrency 1,4 --policy off,chain"
+Number = TypeVar("Number", int, float)
+
+EXAMPLE = "Example: dflash-online bench --url http://127.0.0.1:30000 --policy off,chain:7,tree:16"
 
 
 def bench(
     url: Annotated[str, typer.Option(help="Base URL of the server, without /v1.")] = "http://127.0.0.1:30000",
     concurrency: Annotated[str, typer.Option(help="Requests in flight, e.g. 1,4,12: one pass each.")] = "1",
     policy: Annotated[
-        str, typer.Option(help="current, or a list such as off,chain: one pass each.")
+        str, typer.Option(help="current, or a list such as off,chain:7,tree:16: one pass each.")
     ] = "current",
     prompts: Annotated[
         str, typer.Option(help="stdlib-docstrings, a file, or a dataset folder.")
@@ -39,8 +41,8 @@ def bench(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the split: the run config's.")] = 0,
     max_tokens: Annotated[int, typer.Option(min=1, help="Per answer.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
-    num_nodes: Annotated[int | None, typer.Option(min=1, help="Draft nodes per verify step.")] = None,
+    temperature: Annotated[str, typer.Option(help="Sampling temperatures, e.g. 0,1: one pass each.")] = "0",
+    num_nodes: Annotated[int | None, typer.Option(min=1, help="For policies that name none.")] = None,
     model: Annotated[str | None, typer.Option(help="Default: the first that the server lists.")] = None,
     warmup: Annotated[int, typer.Option(min=0, help="Requests before each pass, not counted.")] = 2,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for one request.")] = 600.0,
@@ -50,6 +52,9 @@ def bench(
     extra_body: Annotated[str, typer.Option(help="JSON object added to each request.")] = "{}",
     api_key: Annotated[str | None, typer.Option(envvar="DFLASH_API_KEY", help="Bearer token.")] = None,
     out: Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")] = None,
+    plots: Annotated[
+        Path | None, typer.Option(help="Folder for PNG plots over draft nodes; needs matplotlib.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """tau, tokens/s, time to first token and per output token, failures; greedy outputs compared.
@@ -57,18 +62,21 @@ def bench(
     Exit code 1 when a request failed or two greedy outputs differ.
     """
     from dflash_online.bench.measure import BenchConfig
+    from dflash_online.bench.plot import require_matplotlib
 
+    if plots is not None:
+        require_matplotlib(plots)
     items = iter(open_prompts(prompts))
     if held_out_share is not None:
         items = iter(split_prompts(items, held_out_share, seed)[1])
     config = BenchConfig(
         url=url,
-        concurrencies=_numbers(concurrency),
+        concurrencies=_numbers("--concurrency", concurrency, int),
         policies=tuple(part.strip() for part in policy.split(",") if part.strip()),
         num_nodes=num_nodes,
         model=model,
         max_tokens=max_tokens,
-        temperature=temperature,
+        temperatures=_numbers("--temperature", temperature, float),
         num_warmup=warmup,
         request_timeout_s=timeout,
         max_pass_s=60 * max_minutes,
@@ -77,11 +85,13 @@ def bench(
     )
     console = console_for(as_json=as_json)
     report = _run(config, list(islice(items, num_prompts)), console)
-    _finish(report, console, out, as_json=as_json)
+    _finish(report, console, out, plots, as_json=as_json)
 
 
-def _finish(report: BenchReport, console: Console, out: Path | None, *, as_json: bool) -> None:
-    """Table, file, JSON line and exit code."""
+def _finish(
+    report: BenchReport, console: Console, out: Path | None, plots: Path | None, *, as_json: bool
+) -> None:
+    """Table, files, JSON line and exit code."""
     result = report.to_json()
     console.print(report.table())
     if result["outputs_compared"]:
@@ -92,9 +102,21 @@ def _finish(report: BenchReport, console: Console, out: Path | None, *, as_json:
         console.print(result["first_difference"], markup=False)
     if out is not None:
         _write(out, json.dumps(result, indent=2) + "\n")
+    if plots is not None:
+        _plot(report, plots, console)
     finish(console, result, as_json=as_json)
     if result["requests_failed"] or result["outputs_identical"] < result["outputs_compared"]:
         raise typer.Exit(1)
+
+
+def _plot(report: BenchReport, folder: Path, console: Console) -> None:
+    from dflash_online.bench.plot import write_plots
+
+    files = write_plots(report, folder)
+    for file in files:
+        console.print(f"plot: {file}", markup=False)
+    if not files:
+        console.print("nothing to plot: no pass has both a number of draft nodes and an interval")
 
 
 def _run(config: BenchConfig, prompts: list[PromptItem], console: Console) -> BenchReport:
@@ -113,11 +135,12 @@ def _run(config: BenchConfig, prompts: list[PromptItem], console: Console) -> Be
         return asyncio.run(run_bench(config, prompts, show))
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def _numbers(option: str, text: str, kind: type[Number]) -> tuple[Number, ...]:
     try:
-        return tuple(int(part) for part in text.split(","))
+        return tuple(kind(part) for part in text.split(","))
     except ValueError as error:
-        raise ConfigError("--concurrency", text, "whole numbers separated by commas") from error
+        name = "whole numbers" if kind is int else "numbers"
+        raise ConfigError(option, text, f"{name} separated by commas") from error
 
 
 def _object(text: str) -> dict[str, object]:

@@ -8,7 +8,9 @@ The shapes that are understood, first match wins:
     turns                      user turns without answers (MT-Bench)
     question (+ answer)        a word problem (GSM8K); the answer is left out, the target writes its own
     prompt + entry_point       a function to complete (HumanEval)
-    prompt (+ response)        one user turn, or chat turns; with a response a finished conversation
+    prompt (+ response)        one user turn, chat turns, or a list as `turns`; with a response a finished
+                               conversation
+    instruction (+ input)      one user turn (Alpaca); the output is left out, the target writes its own
     text                       raw text, sent to the target without a chat template
 
 Knows neither files nor tokens. Raises PromptError naming the origin and what is wrong with the row.
@@ -88,11 +90,15 @@ def parse_row(row: object, *, source: str, line: int | None) -> PromptItem:
         return user_prompt(_PROBLEM_WRAP.format(place.text(row, "question")), place.origin)
     if row.get("prompt") is not None:
         return _prompt(row, place)
+    if row.get("instruction") is not None:
+        return _instruction(row, place)
     if row.get("text") is not None:
         text = place.text(row, "text")
         return PromptItem(messages=None, text=text, conversation=False, origin=place.origin)
     names = ", ".join(sorted(map(str, row))[:8]) or "none"
-    raise place.error(f"needs one of messages, conversations, turns, question, prompt, text; has: {names}")
+    raise place.error(
+        f"needs one of messages, conversations, turns, question, prompt, instruction, text; has: {names}"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +124,17 @@ class _Place:
         return value
 
 
+def _instruction(row: Mapping[str, object], place: _Place) -> PromptItem:
+    parts = [place.text(row, "instruction")]
+    if row.get("input") not in (None, ""):  # most rows of Alpaca have an empty one
+        parts.append(place.text(row, "input"))
+    return user_prompt("\n\n".join(parts), place.origin)
+
+
 def _prompt(row: Mapping[str, object], place: _Place) -> PromptItem:
     if isinstance(row["prompt"], (list, tuple)):
+        if row["prompt"] and all(isinstance(turn, str) for turn in row["prompt"]):
+            return _turns(row["prompt"], place)
         return _chat(row["prompt"], "prompt", place)
     prompt = place.text(row, "prompt")
     if row.get("entry_point") is not None:

@@ -3,18 +3,22 @@
     file | dataset folder | stdlib-docstrings --open_prompts--> PromptSource --> PromptItem ...
 
 A broken line is counted, named and skipped (`source.skipped`); the stream goes on. A source that cannot
-be opened at all raises PromptError. Each iteration reads from the start again, so memory stays bounded by
-one line (JSON and parquet: one file or one batch). Knows nothing of tokens.
+be opened at all raises PromptError. JSON and JSON lines may be packed with gzip. Each iteration reads from
+the start again, so memory stays bounded by one line (JSON and parquet: one file or one batch). Knows
+nothing of tokens.
 """
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import IO
 
 from dflash_online.errors import PromptError
 from dflash_online.prompts.docstrings import docstring_prompts
@@ -29,7 +33,7 @@ MAX_LINE_BYTES = 16 << 20
 MAX_NAMED_SKIPS = 100
 """Broken lines kept by name; all are counted."""
 
-_READABLE = (".jsonl", ".json", ".parquet")
+_READABLE = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +69,8 @@ def open_prompts(place: str | Path) -> PromptSource:
     """A source by path or by name.
 
     Args:
-        place: `stdlib-docstrings`, a `.jsonl`, `.json` or `.parquet` file, a folder saved by the `datasets`
-            library, or a folder of such files.
+        place: `stdlib-docstrings`, a `.jsonl`, `.json` (either also with `.gz`) or `.parquet` file, a folder
+            saved by the `datasets` library, or a folder of such files.
 
     Raises:
         PromptError: there is no such file, or its kind is not known.
@@ -123,22 +127,34 @@ def _docstring_rows() -> Iterator[Row]:
 
 def _file_reader(path: Path) -> Callable[[], Iterator[Row]]:
     readers = {".jsonl": _jsonl_rows, ".json": _json_rows, ".parquet": _parquet_rows}
-    if path.suffix not in readers:
+    if not path.name.endswith(_READABLE):
         raise PromptError(str(path), None, f"the file name must end in {', '.join(_READABLE)}")
-    return lambda: readers[path.suffix](path)
+    reader = readers[Path(path.name.removesuffix(".gz")).suffix]
+    return lambda: _unpacking(path, reader)
+
+
+def _unpacking(path: Path, reader: Callable[[Path], Iterator[Row]]) -> Iterator[Row]:
+    try:
+        yield from reader(path)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise PromptError(str(path), None, f"not readable as gzip: {error}") from error
+
+
+def _open(path: Path) -> gzip.GzipFile | IO[bytes]:
+    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
 
 
 def _folder_reader(path: Path) -> Callable[[], Iterator[Row]]:
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         return lambda: _saved_dataset_rows(path)
-    files = sorted(file for file in path.rglob("*") if file.suffix in _READABLE and file.is_file())
+    files = sorted(file for file in path.rglob("*") if file.name.endswith(_READABLE) and file.is_file())
     if not files:
         raise PromptError(str(path), None, f"the folder holds no file ending in {', '.join(_READABLE)}")
     return lambda: chain.from_iterable(_file_reader(file)() for file in files)
 
 
 def _jsonl_rows(path: Path) -> Iterator[Row]:
-    with path.open("rb") as file:
+    with _open(path) as file:
         line = 0
         while part := file.readline(MAX_LINE_BYTES):
             line += 1
@@ -150,14 +166,26 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
 
 
 def _json_rows(path: Path) -> Iterator[Row]:
+    with _open(path) as file:
+        content = file.read()
     try:
-        rows = json.loads(path.read_bytes())
+        rows = json.loads(content)
     except ValueError as error:
+        if _is_object(content.lstrip().partition(b"\n")[0]):
+            yield from _jsonl_rows(path)  # many publish JSON lines under this name
+            return
         raise PromptError(str(path), None, f"not JSON: {error}") from error
     if not isinstance(rows, list):
         raise PromptError(str(path), None, f"must hold a list of rows, got {type(rows).__name__}")
     for number, row in enumerate(rows, start=1):
         yield Row(str(path), number, row)
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:

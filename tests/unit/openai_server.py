@@ -20,6 +20,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 ACCEPTED = 2
 VERSION = "3-ab12cd34ef56"
+_DEFAULT_NODES = {"off": 0, "chain": 7, "tree": 16, "auto": 16}
 
 
 @dataclass
@@ -36,6 +37,8 @@ class Behaviour:
     """Say something else when speculation is on, as a broken server would."""
     delay_s: float = 0.0
     policy: dict[str, Any] = field(default_factory=lambda: {"mode": "chain", "num_nodes": 7})
+    policy_bodies: list[dict[str, Any]] = field(default_factory=list)
+    """What PUT /dflash/policy received."""
     policies_set: list[str] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     num_steps: int = 0
@@ -105,7 +108,9 @@ def add_dflash_routes(app: FastAPI, behaviour: Behaviour) -> None:
 
     @app.put("/dflash/policy")
     async def policy(request: Request) -> dict[str, Any]:
-        behaviour.policy = {**behaviour.policy, **await request.json()}
+        body = await request.json()
+        behaviour.policy_bodies.append(body)
+        behaviour.policy = {"num_nodes": _DEFAULT_NODES[body["mode"]], **body}
         behaviour.policies_set.append(behaviour.policy["mode"])
         return behaviour.policy
 

@@ -72,8 +72,45 @@ def test_the_first_difference_is_named() -> None:
 
 
 def test_sampled_outputs_are_not_compared() -> None:
-    report = measure(Behaviour(answer_by_policy=True), policies=("off", "chain"), temperature=0.7)
+    report = measure(Behaviour(answer_by_policy=True), policies=("off", "chain"), temperatures=(0.7,))
     assert report.comparison().num_compared == 0
+
+
+def test_each_policy_is_sent_with_its_own_number_or_the_default() -> None:
+    behaviour = Behaviour()
+    report = measure(behaviour, policies=("off", "chain:5", "tree", "tree:16"), num_nodes=9)
+    assert behaviour.policy_bodies[:4] == [
+        {"mode": "off"},
+        {"mode": "chain", "num_nodes": 5},
+        {"mode": "tree", "num_nodes": 9},
+        {"mode": "tree", "num_nodes": 16},
+    ]
+    assert [(one.policy, one.num_nodes) for one in report.passes] == [
+        ("off", 0),
+        ("chain:5", 5),
+        ("tree", 9),
+        ("tree:16", 16),
+    ]
+
+
+def test_current_is_the_policy_found_even_after_another() -> None:
+    behaviour = Behaviour(policy={"mode": "chain", "num_nodes": 5})
+    report = measure(behaviour, policies=("off", "current"))
+    assert behaviour.policies_set == ["off", "chain", "chain"]
+    assert [one.num_nodes for one in report.passes] == [0, 5]
+
+
+def test_temperatures_are_passes_of_their_own_and_only_greedy_ones_are_compared() -> None:
+    behaviour = Behaviour(answer_by_policy=True)
+    report = measure(behaviour, policies=("off", "chain"), temperatures=(1.0, 0.0), num_warmup=0)
+    assert [(one["temperature"], one["policy"]) for one in report.to_json()["passes"]] == [
+        (1.0, "off"),
+        (1.0, "chain"),
+        (0.0, "off"),
+        (0.0, "chain"),
+    ]
+    assert [body["temperature"] for body in behaviour.bodies] == [1.0] * 12 + [0.0] * 12
+    assert report.comparison().num_compared == 6
 
 
 def test_the_policy_found_is_restored() -> None:
@@ -166,7 +203,10 @@ def test_a_server_that_does_not_answer_is_an_error() -> None:
         ({"concurrencies": ()}, "concurrencies must be >= 1"),
         ({"concurrencies": (1, 0)}, "concurrencies must be >= 1"),
         ({"max_tokens": 0}, "max_tokens must be >= 1, got 0"),
-        ({"temperature": -1.0}, "temperature must be >= 0"),
+        ({"temperatures": (0.0, -1.0)}, "temperatures must be >= 0"),
+        ({"temperatures": ()}, "temperatures must be >= 0"),
+        ({"num_nodes": 0}, "num_nodes must be >= 1, got 0"),
+        ({"policies": ("off", "tree:0")}, "policy must be tree:NODES with a whole number >= 1, got 'tree:0'"),
     ],
 )
 def test_settings_are_bounded(settings: dict[str, Any], message: str) -> None:

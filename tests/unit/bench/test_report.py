@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -91,3 +93,54 @@ def test_the_report_is_json_and_a_table() -> None:
     assert found is not None
     assert found.policy == "chain"
     assert report.find("tree") is None
+
+
+def timed_pass(policy: str, *tpots_s: float | None, **changes: Any) -> PassResult:
+    exchanges = tuple(
+        Exchange(answers=(), failure="timeout")
+        if tpot_s is None
+        else Exchange(answers=(Answer(text="a", num_tokens=11, ttft_s=1.0, last_token_s=1.0 + 10 * tpot_s),))
+        for tpot_s in tpots_s
+    )
+    return replace(one_pass(policy), exchanges=exchanges, **changes)
+
+
+def report_of(*passes: PassResult) -> BenchReport:
+    return BenchReport("http://x", "tiny", None, len(passes[0].exchanges), 64, 0.0, passes)
+
+
+def test_a_speedup_is_paired_with_off_of_the_same_concurrency_and_temperature() -> None:
+    off, hot = timed_pass("off", 0.2, 0.4, 0.6, 0.9), timed_pass("off", 0.1, 0.1, 0.1, 0.1, temperature=1.0)
+    tree = timed_pass("tree:16", 0.1, 0.2, 0.3, None)
+    report = report_of(hot, off, tree, replace(tree, concurrency=4))
+    speedup = report.speedup(tree)
+    assert speedup is not None
+    assert speedup.num_values == 3
+    # Each prompt is twice as fast, so paired resamples have no spread at all.
+    assert (speedup.estimate, speedup.low, speedup.high) == pytest.approx((2, 2, 2))
+    assert report.speedup(off) is None
+    assert report.speedup(report.passes[3]) is None
+    assert report.to_json()["passes"][2]["speedup"]["estimate"] == pytest.approx(2)
+
+
+def test_a_second_pass_of_off_is_measured_against_the_first() -> None:
+    report = report_of(timed_pass("off", 0.2, 0.4), timed_pass("off", 0.1, 0.2))
+    speedup = report.speedup(report.passes[1])
+    assert speedup is not None
+    assert speedup.estimate == pytest.approx(2)
+
+
+def test_the_tpot_of_a_prompt_is_over_all_its_turns() -> None:
+    turns = tuple(
+        Answer(text="a", num_tokens=num_tokens, ttft_s=0.0, last_token_s=last_s)
+        for num_tokens, last_s in ((2, 1.0), (4, 0.5), (1, 0.0))
+    )
+    one = replace(one_pass("off"), exchanges=(Exchange(answers=turns), Exchange(answers=turns[2:]), None))
+    assert one.prompt_tpot_s == [pytest.approx(1.5 / 4), None, None]
+
+
+def test_a_report_of_several_temperatures_has_a_column_for_them() -> None:
+    report = report_of(timed_pass("off", 0.2, 0.4), timed_pass("off", 0.2, 0.4, temperature=0.5))
+    headers = [column.header for column in report.table().columns]
+    assert headers[:3] == ["policy", "concurrency", "temperature"]
+    assert report.to_json()["temperatures"] == [0.0, 0.5]

@@ -230,6 +230,36 @@ def test_bench_measures_a_server_and_writes_its_result(run: Run, tmp_path: Path)
     assert json.loads(out.read_text()) == outcome.json
 
 
+def test_bench_compares_budgets_and_temperatures_and_draws_them(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    with serving(Behaviour()) as url:
+        outcome = run(
+            *("bench", "--url", url, "--policy", "off, chain:3,tree:16", "--temperature", "0,0.5"),
+            *("--num-prompts", "3", "--warmup", "0", "--plots", str(tmp_path), "--json"),
+        )
+    assert outcome.code == 0
+    passes = outcome.json["passes"]
+    assert [one["policy"] for one in passes] == ["off", "chain:3", "tree:16"] * 2
+    assert [one["temperature"] for one in passes] == [0] * 3 + [0.5] * 3
+    assert passes[2]["speedup"]["num_values"] == 3
+    assert {file.name for file in tmp_path.iterdir()} == {"tau.png", "speedup.png"}
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "reason"),
+    [
+        ("--policy", "tree:many", "tree:NODES with a whole number >= 1, got 'tree:many'"),
+        ("--temperature", "0,hot", "--temperature must be numbers separated by commas, got '0,hot'"),
+    ],
+)
+def test_bench_refuses_malformed_lists_before_it_sends_anything(
+    run: Run, flag: str, value: str, reason: str
+) -> None:
+    outcome = run("bench", flag, value)
+    assert outcome.code == 2
+    assert reason in " ".join((outcome.out + outcome.err).split())
+
+
 def test_bench_fails_when_outputs_differ(run: Run) -> None:
     with serving(Behaviour(answer_by_policy=True)) as url:
         outcome = run("bench", "--url", url, "--policy", "off,chain", "--num-prompts", "2")

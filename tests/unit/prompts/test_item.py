@@ -73,7 +73,10 @@ def test_mt_bench_rows_keep_their_second_turn_for_later() -> None:
     ("row", "reason"),
     [
         ([], "a row must be an object, got list"),
-        ({"foo": 1}, "needs one of messages, conversations, turns, question, prompt, text; has: foo"),
+        (
+            {"foo": 1},
+            "needs one of messages, conversations, turns, question, prompt, instruction, text; has: foo",
+        ),
         ({"prompt": 3}, "prompt must be a string, got int"),
         ({"prompt": "  "}, "prompt must not be empty"),
         ({"turns": ["a", 2]}, "turns must hold strings"),
@@ -91,3 +94,19 @@ def test_a_wrong_row_is_refused_with_place_and_reason(row: object, reason: str) 
     with pytest.raises(PromptError, match=reason) as caught:
         parse(row)
     assert str(caught.value).startswith("prompts data.jsonl:3: ")
+
+
+def test_alpaca_rows_are_one_user_turn_and_leave_the_given_output_out() -> None:
+    with_input = parse({"instruction": "Add these.", "input": "1 and 2", "output": "3"})
+    assert with_input.messages == (Message("user", "Add these.\n\n1 and 2"),)
+    assert not with_input.conversation
+    for empty in ({"input": ""}, {"input": None}, {}):
+        assert parse({"instruction": "Say hello.", **empty}).messages == (Message("user", "Say hello."),)
+    with pytest.raises(PromptError, match="input must be a string, got int"):
+        parse({"instruction": "Add these.", "input": 3})
+
+
+def test_a_prompt_of_several_strings_is_turns_without_answers() -> None:
+    item = parse({"prompt_id": 1, "category": "math", "prompt": ["first", "second"], "reference": []})
+    assert item.messages == (Message("user", "first"),)
+    assert item.follow_ups == ("second",)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 from pathlib import Path
@@ -59,6 +60,29 @@ def test_a_folder_is_read_file_by_file_in_order_of_names(tmp_path: Path) -> None
 def test_a_json_list_is_read(tmp_path: Path) -> None:
     (tmp_path / "p.json").write_text('[{"prompt": "one"}, {"prompt": "two"}]')
     assert contents(tmp_path / "p.json") == ["one", "two"]
+
+
+def test_json_lines_under_the_name_of_json_are_read(tmp_path: Path) -> None:
+    assert contents(write_rows(tmp_path / "p.json", "one", "two")) == ["one", "two"]
+    (tmp_path / "broken.json").write_text('[{"prompt": "one"},')
+    with pytest.raises(PromptError, match="not JSON"):
+        contents(tmp_path / "broken.json")
+
+
+def test_gzip_is_unpacked_and_folders_hold_it_too(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "one"}\n{"prompt": "two"}\n'))
+    (tmp_path / "b.json.gz").write_bytes(
+        gzip.compress(b'[{"instruction": "three", "input": "", "output": "x"}]')
+    )
+    assert contents(tmp_path / "a.jsonl.gz") == ["one", "two"]
+    assert contents(tmp_path) == ["one", "two", "three"]
+
+
+@pytest.mark.parametrize("content", [b"no gzip", gzip.compress(b'{"prompt": "one"}\n' * 9)[:-12]])
+def test_what_is_no_whole_gzip_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "p.jsonl.gz").write_bytes(content)
+    with pytest.raises(PromptError, match="not readable as gzip"):
+        contents(tmp_path / "p.jsonl.gz")
 
 
 def test_parquet_and_saved_datasets_are_read(tmp_path: Path) -> None:
@@ -123,4 +147,6 @@ def test_published_prompt_files_are_read_whole() -> None:
     rows = {"humaneval": 164, "gsm8k_train": 7473, "gsm8k_test": 1319, "mt_bench": 80}
     for name, num_rows in rows.items():
         source = open_prompts(Path(os.environ["DFLASH_DATA"]) / f"{name}.jsonl")
-        assert (sum(1 for _ in source), source.num_skipped) == (num_rows, 0), name
+        items = list(source)
+        assert (len(items), source.num_skipped) == (num_rows, 0), name
+        assert {len(item.follow_ups) for item in items} == {1 if name == "mt_bench" else 0}, name
