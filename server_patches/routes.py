@@ -23,6 +23,7 @@ from dflash_online import __version__
 from dflash_online.errors import ConfigError, DflashOnlineError
 from dflash_online.prompts.item import Message
 from dflash_online.prompts.template import render_conversation, render_prompt
+from dflash_online.tree.policy import PolicyMode
 from dflash_online.wire.record import RecordSource, TargetIdentity
 from server_patches.capture.session import (
     CapturePlan,
@@ -91,7 +92,7 @@ class CommitBody(StrictBody):
 
 
 class PolicyBody(StrictBody):
-    mode: Literal["off", "chain", "tree"]
+    mode: PolicyMode
     num_nodes: int | None = Field(default=None, ge=0)
     max_batch_size: int | None = Field(default=None, ge=1)
     probe_interval: int | None = Field(default=None, ge=2)
@@ -319,7 +320,7 @@ async def post_probe(body: ProbeBody, request: Request) -> Response:
 
 @router.put("/policy")
 async def put_policy(body: PolicyBody) -> dict[str, Any]:
-    return await call(_tokenizer_manager(), "policy", **body.model_dump())
+    return await call(_tokenizer_manager(), "policy", **body.model_dump(mode="json"))
 
 
 @router.get("/acceptance")

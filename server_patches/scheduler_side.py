@@ -7,7 +7,6 @@ Hooked after the scheduler has built its workers. Owns one `ControlHandler`, one
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import asdict
 from typing import Any
 
@@ -23,7 +22,7 @@ from server_patches.probe import is_probe_key
 from server_patches.swap import DrafterSwap, require_one_data_parallel_rank
 
 CACHE_KEY_PREFIX = "dflash-drafter"
-_DEFAULT_NODES = {PolicyMode.OFF: 0, PolicyMode.CHAIN: sys.maxsize, PolicyMode.TREE: 16}
+_DEFAULT_TREE_NODES = 16
 
 
 class SchedulerSide:
@@ -75,11 +74,6 @@ class SchedulerSide:
         return describe_policy(self.worker.policy)
 
     def _policy(self, body: dict[str, Any]) -> Policy:
-        limits = {
-            PolicyMode.OFF: (0, ""),
-            PolicyMode.CHAIN: (self.swap.live.config.num_drafts, "block size minus one"),
-            PolicyMode.TREE: (self.worker.max_nodes, "--max-nodes of this server"),
-        }
         try:
             mode = PolicyMode(str(body.get("mode")))
         except ValueError as exc:
@@ -87,16 +81,26 @@ class SchedulerSide:
         refusal = self.worker.drafting.why_no_tree() if mode is PolicyMode.TREE else None
         if refusal is not None:
             raise ConfigError("mode", mode.value, f"off or chain on this server: {refusal}")
-        (limit, source), num_nodes = limits[mode], body.get("num_nodes")
+        limit, source = self._node_limit(mode)
+        default = min(limit, _DEFAULT_TREE_NODES) if mode is PolicyMode.TREE else limit
+        num_nodes = body.get("num_nodes")
         policy = Policy(
             mode=mode,
-            num_nodes=min(limit, _DEFAULT_NODES[mode]) if num_nodes is None else num_nodes,
+            num_nodes=default if num_nodes is None else num_nodes,
             max_batch_size=body.get("max_batch_size"),
             probe_interval=body.get("probe_interval"),
         )
-        if mode is not PolicyMode.OFF and policy.num_nodes > limit:
+        if policy.num_nodes > limit:
             raise ConfigError("num_nodes", policy.num_nodes, f"at most {limit} ({source})")
         return policy
+
+    def _node_limit(self, mode: PolicyMode) -> tuple[int, str]:
+        """Most draft nodes of a mode on this server, and what sets that bound."""
+        if mode is PolicyMode.TREE:
+            return self.worker.max_nodes, "--max-nodes of this server"
+        if mode is PolicyMode.CHAIN:
+            return self.swap.live.config.num_drafts, "block size minus one"
+        return 0, "nothing is drafted"
 
     def report_acceptance(self, _body: dict[str, Any]) -> dict[str, Any]:
         return {"versions": self.acceptance.report()}

@@ -9,7 +9,7 @@ optional: ConfigError says how to get it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from dflash_online.bench.interval import Interval
@@ -18,6 +18,8 @@ from dflash_online.bench.report import BenchReport, PassResult
 from dflash_online.errors import ConfigError
 
 Lines = Mapping[str, list[tuple[int, Interval]]]
+PassFigure = Callable[[PassResult], Interval | None]
+"""What a plot shows of a pass."""
 
 
 def require_matplotlib(folder: Path) -> None:
@@ -40,15 +42,15 @@ def write_plots(report: BenchReport, folder: Path) -> list[Path]:
         ConfigError: matplotlib is not installed, or the folder cannot be written.
     """
     require_matplotlib(folder)
-    plots = (
-        ("tau.png", "tau (tokens per verify step)", {id(one): one.tau_interval for one in report.passes}),
-        ("speedup.png", "speedup over off (TPOT)", {id(one): report.speedup(one) for one in report.passes}),
+    plots: tuple[tuple[str, str, PassFigure], ...] = (
+        ("tau.png", "tau (tokens per verify step)", lambda one: one.tau_interval),
+        ("speedup.png", "speedup over off (TPOT)", report.speedup),
     )
     written = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, label, figures in plots:
-            lines = _lines(report, figures)
+        for name, label, figure_of in plots:
+            lines = _lines(report, figure_of)
             if lines:
                 _draw(folder / name, report.model, label, lines)
                 written.append(folder / name)
@@ -57,23 +59,15 @@ def write_plots(report: BenchReport, folder: Path) -> list[Path]:
     return written
 
 
-def _lines(report: BenchReport, figures: Mapping[int, Interval | None]) -> Lines:
-    """Points by label of the line, in order of the number of nodes. `figures` are by id of the pass."""
+def _lines(report: BenchReport, figure_of: PassFigure) -> Lines:
+    """Points by label of the line, in order of the number of nodes."""
     lines: dict[str, list[tuple[int, Interval]]] = {}
     for one in report.passes:
-        figure = figures[id(one)]
-        if figure is not None and one.num_nodes:
-            label = _label(one)
-            if label is not None:
-                lines.setdefault(label, []).append((one.num_nodes, figure))
+        figure, mode = figure_of(one), PolicyEntry.parse(one.policy).mode
+        if figure is not None and one.num_nodes and mode not in (OFF_POLICY, CURRENT_POLICY):
+            label = f"{mode}, concurrency {one.concurrency}, temperature {one.temperature:g}"
+            lines.setdefault(label, []).append((one.num_nodes, figure))
     return {label: sorted(points, key=lambda point: point[0]) for label, points in lines.items()}
-
-
-def _label(one: PassResult) -> str | None:
-    mode = PolicyEntry.parse(one.policy).mode
-    if mode in (OFF_POLICY, CURRENT_POLICY):
-        return None
-    return f"{mode}, concurrency {one.concurrency}, temperature {one.temperature:g}"
 
 
 def _draw(path: Path, title: str, label: str, lines: Lines) -> None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dflash_online.errors import ConfigError
+from dflash_online.tree.policy import PolicyMode
 
 CURRENT_POLICY = "current"
 """The policy that the server has: what it was when the benchmark started."""
-OFF_POLICY = "off"
+OFF_POLICY = PolicyMode.OFF.value
 """Plain decoding: what a speedup is measured against."""
-MODES = (OFF_POLICY, "chain", "tree", "auto", CURRENT_POLICY)
+MODES = (*(mode.value for mode in PolicyMode), "auto", CURRENT_POLICY)
 _MODES_WITHOUT_NODES = (OFF_POLICY, CURRENT_POLICY)
 
 

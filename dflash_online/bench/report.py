@@ -221,12 +221,9 @@ class BenchReport:
 
     def speedup(self, one: PassResult) -> Interval | None:
         """Mean TPOT of `off` over that of this pass, paired by prompt; None without such a pass of `off`."""
-        for off in self.passes:
-            if off.policy == OFF_POLICY and _is_comparable(off, one):
-                break
-        else:
-            return None
-        if off is one:
+        plain = (other for other in self.passes if other.policy == OFF_POLICY and _is_comparable(other, one))
+        off = next(plain, None)
+        if off is None or off is one:
             return None
         pairs = [
             (before, after)
