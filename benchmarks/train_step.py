@@ -100,7 +100,7 @@ def random_records(num_records: int) -> list[Record]:
 def chunked_loss(drafter: DFlashDrafter, head: FrozenHead, batch: PackedBatch) -> Tensor:
     """The project's objective."""
     result = block_objective(drafter, head, batch, RECIPES["zlab"])
-    return result.loss_sum / result.weight_sum
+    return result.loss_sum / result.denominator
 
 
 def naive_loss(drafter: DFlashDrafter, head: FrozenHead, batch: PackedBatch) -> Tensor:
@@ -108,7 +108,9 @@ def naive_loss(drafter: DFlashDrafter, head: FrozenHead, batch: PackedBatch) -> 
     hidden_ABH = block_hidden(drafter, head, batch)
     logits_NV = head.logits(hidden_ABH.flatten(0, 1)).float()
     loss_N = F.cross_entropy(logits_NV, batch.label_AB.flatten(), reduction="none")
-    weight_N = (RECIPES["zlab"].slot_weights(batch.block_size) * batch.valid_AB).flatten()
+    slot_B = torch.arange(batch.block_size)
+    decay_B = torch.exp((1 - slot_B) / RECIPES["zlab"].gamma_for(batch.block_size))
+    weight_N = (decay_B * batch.valid_AB).flatten()
     return (loss_N * weight_N).sum() / weight_N.sum()
 
 

@@ -29,10 +29,12 @@ from rich.console import Console
 from dflash_online.drafter.checkpoint import (
     TrainingInfo,
     check_against_target,
+    check_servable,
     export_tensors,
     load_checkpoint,
     save_checkpoint,
 )
+from dflash_online.drafter.config import DrafterConfig
 from dflash_online.drafter.init import initialize, new_drafter_config
 from dflash_online.errors import ConfigError, DflashOnlineError, PluginError
 from dflash_online.process.keeper import keep
@@ -121,10 +123,16 @@ def check_before_start(config: LaunchConfig, environment: dict[str, str]) -> int
     if listed and PLUGIN_NAME not in [name.strip() for name in listed.split(",")]:
         raise PluginError(f"SGLANG_PLUGINS must contain {PLUGIN_NAME}, got {listed!r}")
     target = TargetModelInfo.from_folder(config.model)
-    drafter = new_drafter_config(target) if config.drafter is None else load_checkpoint(config.drafter).config
+    drafter = new_drafter_config(target) if config.drafter is None else _servable_config(config.drafter)
     check_against_target(drafter, target)
     require_free_port("target", config.host, config.port)
     return config.capture_tokens * drafter.feature_width * 2
+
+
+def _servable_config(folder: Path) -> DrafterConfig:
+    checkpoint = load_checkpoint(folder)
+    check_servable(checkpoint)
+    return checkpoint.config
 
 
 def make_fresh_drafter(model: Path, folder: Path) -> Path:

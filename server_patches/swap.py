@@ -17,7 +17,13 @@ from typing import Any
 
 import torch
 
-from dflash_online.drafter.checkpoint import Checkpoint, load_checkpoint, validate_tensors, weights_digest
+from dflash_online.drafter.checkpoint import (
+    Checkpoint,
+    check_servable,
+    load_checkpoint,
+    validate_tensors,
+    weights_digest,
+)
 from dflash_online.drafter.config import DrafterConfig
 from dflash_online.errors import CheckpointError, ConfigError, PluginError, TensorMismatchError
 from server_patches.checksum import live_drafter_digest, live_drafter_tensors, target_checksum
@@ -35,6 +41,7 @@ class ReadCheckpoint:
     def read(cls, path: Path) -> ReadCheckpoint:
         """Load and validate a folder. Raises CheckpointError."""
         checkpoint = load_checkpoint(path)
+        check_servable(checkpoint)
         return cls(checkpoint, weights_digest(checkpoint.tensors))
 
     @property

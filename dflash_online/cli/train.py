@@ -76,12 +76,15 @@ def rollback(trainer: TrainerOption = DEFAULT_TRAINER_URL, as_json: JsonOption =
 @app.command(epilog="Example: dflash-online train recipes")
 def recipes(as_json: JsonOption = False) -> None:
     """Every named training recipe, in full."""
-    from dflash_online.distill.recipe import RECIPES
+    from dflash_online.distill.recipe import RECIPES, Recipe
 
     known = {name: dataclasses.asdict(recipe) for name, recipe in RECIPES.items()}
     console = console_for(as_json=as_json)
-    for name, fields in known.items():
-        _show_fields(console, {key: value for key, value in fields.items() if key != "name"}, title=name)
+    table = Table("field", *known)
+    for field in dataclasses.fields(Recipe):
+        if field.name != "name":
+            table.add_row(field.name, *(_cell(fields[field.name]) for fields in known.values()))
+    console.print(table)
     finish(console, {"recipes": known}, as_json=as_json)
 
 
@@ -98,6 +101,14 @@ def read_run_config(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError("run config", str(path), f"a JSON object, holds a {type(value).__name__}")
     return value
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_cell(item)}" for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return " to ".join(map(str, value))
+    return "-" if value is None else str(value)
 
 
 def _act(url: str, action: str, *, as_json: bool) -> None:

@@ -54,6 +54,16 @@ class PackedBatch:
         """[A, B] int64: positions of the slots within their documents."""
         return self.anchor_position_A[:, None] + torch.arange(self.block_size, device=self.document_A.device)
 
+    @property
+    def verifier_row_AB(self) -> Tensor:
+        """[A, B] int64: context row from which the target predicts the slot; meaningless where not valid.
+
+        The token at `anchor + k` was said after reading the one before it.
+        """
+        start_A = torch.searchsorted(self.context_document_S, self.document_A)
+        slot_B = torch.arange(self.block_size, device=self.document_A.device)
+        return (start_A + self.anchor_position_A - 1)[:, None] + slot_B
+
     def mask(self, sliding_window: int | None) -> BlockMask:
         """Who sees whom in this batch."""
         return BlockMask(

@@ -28,11 +28,16 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dflash_online.drafter.config import DrafterConfig
+from dflash_online.drafter.config import FC_ALL, DrafterConfig
 from dflash_online.drafter.hf_config import config_from_json, config_to_json
 from dflash_online.drafter.tensors import canonical_names, expected_shapes, export_tensors, validate_tensors
 from dflash_online.drafter.version import DrafterVersion, weights_digest
-from dflash_online.errors import CheckpointError, ConfigError, IncompleteCheckpointError
+from dflash_online.errors import (
+    CheckpointError,
+    ConfigError,
+    IncompleteCheckpointError,
+    UnsupportedCheckpointError,
+)
 from dflash_online.target.model_info import TargetModelInfo
 from dflash_online.target.weight_files import INDEX_FILE, SINGLE_FILE, WeightFiles
 
@@ -41,6 +46,7 @@ __all__ = [
     "DrafterVersion",
     "TrainingInfo",
     "check_against_target",
+    "check_servable",
     "config_from_json",
     "config_to_json",
     "expected_shapes",
@@ -177,6 +183,20 @@ def check_against_target(config: DrafterConfig, target: TargetModelInfo) -> None
     if config.mask_token_id >= target.vocab_size:
         bound = f"in 0..{target.vocab_size - 1} (the target's vocabulary)"
         raise ConfigError("drafter mask_token_id", config.mask_token_id, bound)
+
+
+def check_servable(checkpoint: Checkpoint) -> None:
+    """Refuse a drafter that can be trained and measured, but that no server can run.
+
+    Raises:
+        UnsupportedCheckpointError: its `fc` does not read every hooked layer.
+    """
+    if checkpoint.config.fc_layers != FC_ALL:
+        reason = (
+            f"DFlash with fc_layers = {checkpoint.config.fc_layers}: servers feed every hooked layer into "
+            "fc, this one reads one less; train it anew with a recipe whose fc_layers is all"
+        )
+        raise UnsupportedCheckpointError(str(checkpoint.path), reason)
 
 
 def _load_training(path: Path) -> TrainingInfo | None:

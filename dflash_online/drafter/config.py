@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from dflash_online.errors import ConfigError
 
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
+FC_ALL, FC_ALL_BUT_LAST = "all", "all_but_last"
 
 
 def select_layer_ids(num_target_layers: int, num_features: int) -> tuple[int, ...]:
@@ -70,6 +71,8 @@ class DrafterConfig:
     """W: tokens a sliding layer sees, the current one included."""
     dtype: str = "bfloat16"
     """Of the saved weights."""
+    fc_layers: str = FC_ALL
+    """Hooked layers that `fc` reads: `all`, or `all_but_last`, an old flaw that no server loads."""
 
     def __post_init__(self) -> None:
         if not self.layer_types:
@@ -112,6 +115,11 @@ class DrafterConfig:
         _require(
             "layer_types", self.layer_types, f"{self.num_layers} of full_attention, sliding_attention", known
         )
+        fc_known = self.fc_layers in (FC_ALL, FC_ALL_BUT_LAST)
+        _require("fc_layers", self.fc_layers, f"{FC_ALL} or {FC_ALL_BUT_LAST}", fc_known)
+        # The deepest layer must be the last columns of a feature row, or another one would be left out.
+        has_rest = self.fc_layers == FC_ALL or (len(ids) > 1 and list(ids) == sorted(ids))
+        _require("target_layer_ids", ids, f"two or more, rising, with fc_layers {FC_ALL_BUT_LAST}", has_rest)
         needs_window = SLIDING_ATTENTION in self.layer_types
         has_window = not needs_window or (self.sliding_window is not None and self.sliding_window >= 1)
         _require("sliding_window", self.sliding_window, ">= 1 with sliding layers", has_window)
@@ -120,6 +128,18 @@ class DrafterConfig:
     def feature_width(self) -> int:
         """K*H: values per feature row."""
         return len(self.target_layer_ids) * self.hidden_size
+
+    @property
+    def fc_width(self) -> int:
+        """Leading values of a feature row that `fc` reads."""
+        unread = self.hidden_size if self.fc_layers == FC_ALL_BUT_LAST else 0
+        return self.feature_width - unread
+
+    @property
+    def deepest_layer_columns(self) -> slice:
+        """Where a feature row holds the deepest hooked layer, from which a verifier's labels are made."""
+        index = self.target_layer_ids.index(max(self.target_layer_ids))
+        return slice(index * self.hidden_size, (index + 1) * self.hidden_size)
 
     @property
     def num_drafts(self) -> int:

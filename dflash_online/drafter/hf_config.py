@@ -13,7 +13,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dflash_online.drafter.config import FULL_ATTENTION, SLIDING_ATTENTION, DrafterConfig, select_layer_ids
+from dflash_online.drafter.config import (
+    FC_ALL,
+    FULL_ATTENTION,
+    SLIDING_ATTENTION,
+    DrafterConfig,
+    select_layer_ids,
+)
 from dflash_online.errors import CheckpointError, UnsupportedCheckpointError
 
 ARCHITECTURE = "DFlashDraftModel"
@@ -39,12 +45,15 @@ _UNIT_FACTORS = (
 
 def config_to_json(config: DrafterConfig) -> dict[str, Any]:
     """The file's content, in both places and spellings that its readers look for."""
-    dflash_fields = {
+    dflash_fields: dict[str, Any] = {
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
         "num_target_layers": config.num_target_layers,
         "target_layer_ids": list(config.target_layer_ids),
     }
+    if config.fc_layers != FC_ALL:
+        # Ours alone: no other reader knows the field, and servable checkpoints do not have it.
+        dflash_fields["fc_layers"] = config.fc_layers
     is_sliding = SLIDING_ATTENTION in config.layer_types
     return {
         "architectures": [ARCHITECTURE],
@@ -125,6 +134,7 @@ def config_from_json(
         layer_types=layer_types,
         sliding_window=layout.integer("sliding_window") if SLIDING_ATTENTION in layer_types else None,
         dtype=str(fields.get("dtype") or fields.get("torch_dtype") or "bfloat16").removeprefix("torch."),
+        fc_layers=str(nested.get("fc_layers", FC_ALL)),
     )
 
 

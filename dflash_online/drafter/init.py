@@ -15,7 +15,13 @@ import torch
 from torch import nn
 
 from dflash_online.drafter.checkpoint import check_against_target, load_checkpoint
-from dflash_online.drafter.config import FULL_ATTENTION, SLIDING_ATTENTION, DrafterConfig, select_layer_ids
+from dflash_online.drafter.config import (
+    FC_ALL,
+    FULL_ATTENTION,
+    SLIDING_ATTENTION,
+    DrafterConfig,
+    select_layer_ids,
+)
 from dflash_online.drafter.model import DFlashDrafter
 from dflash_online.drafter.tensors import export_tensors
 from dflash_online.errors import ConfigError
@@ -41,6 +47,7 @@ def new_drafter_config(
     layer_types: tuple[str, ...] = (),
     sliding_window: int | None = None,
     dtype: str = "bfloat16",
+    fc_layers: str = FC_ALL,
 ) -> DrafterConfig:
     """A drafter that fits a target.
 
@@ -79,6 +86,7 @@ def new_drafter_config(
         layer_types=layer_types,
         sliding_window=sliding_window,
         dtype=dtype,
+        fc_layers=fc_layers,
     )
     check_against_target(config, target)
     return config

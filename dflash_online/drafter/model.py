@@ -120,7 +120,7 @@ class DFlashDrafter(nn.Module):
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.config = config
-        self.fc = nn.Linear(config.feature_width, config.hidden_size, bias=False)
+        self.fc = nn.Linear(config.fc_width, config.hidden_size, bias=False)
         self.hidden_norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList([DrafterLayer(config) for _ in range(config.num_layers)])
         self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
@@ -142,7 +142,8 @@ class DFlashDrafter(nn.Module):
         """
         if features_CF.ndim != 2 or features_CF.shape[1] != self.config.feature_width:
             raise ShapeError(f"features {tuple(features_CF.shape)} must be [C, {self.config.feature_width}]")
-        ctx_CH: Tensor = self.hidden_norm(self.fc(features_CF.to(self.fc.weight.dtype)))
+        read_CF = features_CF[:, : self.config.fc_width]
+        ctx_CH: Tensor = self.hidden_norm(self.fc(read_CF.to(self.fc.weight.dtype)))
         return ctx_CH
 
     def forward_blocks(

@@ -24,7 +24,7 @@ def expected_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
     hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
     queries, keys = config.num_heads * head, config.num_kv_heads * head
     shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (hidden, config.feature_width),
+        "fc.weight": (hidden, config.fc_width),
         "hidden_norm.weight": (hidden,),
         "norm.weight": (hidden,),
     }

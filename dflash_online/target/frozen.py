@@ -89,6 +89,11 @@ class FrozenHead:
         """Raw embedding rows, without any scale of the target's own forward pass: [*T, H]."""
         return F.embedding(ids_T, self.embedding_VH)
 
+    def normed(self, hidden_TH: Tensor) -> Tensor:
+        """The target's final norm, computed in float32: [*T, H] float32, ready for `logits`."""
+        weight_H = self.final_norm_H.float()
+        return F.rms_norm(hidden_TH.float(), weight_H.shape, weight_H, self.eps)
+
     def logits(self, hidden_TH: Tensor) -> Tensor:
         """[*T, V] in the head's type, of hidden states that are final-normed already."""
         return F.linear(hidden_TH.to(self.weight_VH.dtype), self.weight_VH)

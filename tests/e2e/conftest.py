@@ -125,7 +125,7 @@ def trained_drafter(
         )
         result = block_objective(drafter, frozen, batch, ZLAB)
         optimizer.zero_grad()
-        (result.loss_sum / result.weight_sum).backward()
+        (result.loss_sum / result.denominator).backward()
         torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
         optimizer.step()
     folder = tmp_path_factory.mktemp("trained") / "v4"

@@ -126,7 +126,7 @@ def overfit(config: DrafterConfig, frozen: FrozenHead, records: list[Record], st
         batch = pack_records(records, block_size=8, num_anchors=96, generator=generator)
         result = block_objective(drafter, frozen, batch, RECIPES["zlab"])
         optimizer.zero_grad()
-        (result.loss_sum / result.weight_sum).backward()  # type: ignore[no-untyped-call]
+        (result.loss_sum / result.denominator).backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
         optimizer.step()
     return drafter.eval()

@@ -123,6 +123,7 @@ def test_metrics_name_every_series(trainer: TrainerProcess, run_id: str) -> None
         "dflash_trainer_grad_norm ",
         "dflash_trainer_learning_rate ",
         'dflash_trainer_slot_accuracy{slot="1"}',
+        "dflash_trainer_label_agreement 1.0",
         "dflash_trainer_records_total ",
         "dflash_trainer_tokens_total ",
         "dflash_trainer_buffer_bytes ",

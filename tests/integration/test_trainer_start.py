@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ import pytest
 from fake_target import LAYER_IDS, FakeTarget
 from trainer_process import ROOT, TrainerProcess, run_config
 
+from dflash_online.distill.recipe import RECIPES
+from dflash_online.drafter.checkpoint import load_checkpoint
 from dflash_online.process.port import free_port
 
 
@@ -40,6 +44,7 @@ def test_unknown_field_is_refused_by_name(trainer: TrainerProcess, target: FakeT
         ({"records_per_step": "8"}, "records_per_step", "a valid integer"),
         ({"target_urls": []}, "target_urls", "at least one URL"),
         ({"recipe": "v99"}, "recipe", "zlab"),
+        ({"recipe": "v3"}, "publish_initial", "which no server can run"),
         ({"num_ranks": 2, "packs_per_step": 3}, "packs_per_step", "a multiple of num_ranks 2"),
         ({"drafter": {"layer_ids": [1, 2]}}, "drafter.layer_ids", str(list(LAYER_IDS))),
         ({"drafter": {"block_size": 16}}, "drafter.block_size", "4, as the drafter that the target serves"),
@@ -131,3 +136,18 @@ def test_unknown_variable_ends_the_start(tmp_path: Path) -> None:
     ended = start_in_vain("--runs-dir", str(tmp_path), DFLASH_TRAINER_PROT="1")
     assert ended.returncode == 2
     assert "DFLASH_TRAINER_PROT" in ended.stderr
+
+
+@pytest.mark.parametrize("recipe", ["speculators", "v3"])
+def test_a_run_trains_by_its_recipe_and_records_it(
+    trainer: TrainerProcess, target: FakeTarget, recipe: str
+) -> None:
+    config = run_config(target.url, recipe=recipe, publish_initial=False, max_steps=3)
+    run_id = trainer.start_run(config)
+    trainer.wait_for_state("completed")
+    folders = sorted((trainer.runs_dir / run_id / "checkpoints").iterdir())
+    checkpoint = load_checkpoint(folders[-1])
+    assert checkpoint.training is not None
+    assert checkpoint.training.recipe == json.loads(json.dumps(asdict(RECIPES[recipe])))
+    assert checkpoint.config.fc_layers == RECIPES[recipe].fc_layers
+    assert target.called("stage") == []

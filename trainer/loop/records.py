@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,7 @@ class LoadedStep:
     """One rank's part of a step."""
 
     batches: list[PackedBatch]
+    generators: list[torch.Generator]  # one per batch, advanced by the sampling of its anchors
     num_tokens: int
     unreadable: list[int]  # row numbers
 
@@ -113,14 +114,15 @@ class StepLoader:
         loaded = self._loading.result()
         plan, self._plan, self._loading = self._plan, None, None
         batches = [batch.to(self._ranks.device) for batch in loaded.batches]
-        return plan, LoadedStep(batches, loaded.num_tokens, loaded.unreadable), time.monotonic() - start
+        loaded = replace(loaded, batches=batches)
+        return plan, loaded, time.monotonic() - start
 
     def close(self) -> None:
         """End the thread."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _load(self, plan: StepPlan) -> LoadedStep:
-        batches, num_tokens, unreadable = [], 0, []
+        batches, generators, num_tokens, unreadable = [], [], 0, []
         num_anchors = self._config.anchors_per_step // len(plan.packs)
         for index in range(self._ranks.rank, len(plan.packs), self._ranks.world_size):
             records = []
@@ -132,16 +134,18 @@ class StepLoader:
                     records.append(record)
             if not records:
                 continue
+            generator = pack_generator(self._config.seed, plan.step, index)
+            generators.append(generator)
             batches.append(
                 pack_records(
                     records,
                     block_size=self._block_size,
                     num_anchors=num_anchors,
-                    generator=pack_generator(self._config.seed, plan.step, index),
+                    generator=generator,
                 )
             )
             num_tokens += sum(len(record.header.token_ids) for record in records)
-        return LoadedStep(batches, num_tokens, unreadable)
+        return LoadedStep(batches, generators, num_tokens, unreadable)
 
 
 def pack_generator(seed: int, step: int, pack: int) -> torch.Generator:

@@ -72,9 +72,14 @@ def drafter_config(config: RunConfig, resolved: ResolvedTarget) -> DrafterConfig
             target_layer_ids=resolved.layer_ids,
             mask_token_id=resolved.mask_token_id,
             intermediate_size=config.drafter.intermediate_size,
+            fc_layers=RECIPES[config.recipe].fc_layers,
         )
     found = load_checkpoint(Path(config.warm_start)).config
     check_against_target(found, target)
+    fc_layers = RECIPES[config.recipe].fc_layers
+    if found.fc_layers != fc_layers:
+        bound = f"one with the warm start's fc_layers, {found.fc_layers}; it has {fc_layers}"
+        raise ConfigError("recipe", config.recipe, bound)
     return found
 
 

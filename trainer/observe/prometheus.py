@@ -74,6 +74,8 @@ class StoreCollector(Collector):
         yield _gauge(
             "data_wait_seconds", "Seconds that the last step waited for its records", latest.data_wait_s
         )
+        agreement = "Share of labels of the last step that equal the target's tokens"
+        yield _gauge("label_agreement", agreement, latest.label_agreement)
         yield _counter("tokens_seen", "Supervised slots trained on, repetitions counted", latest.tokens_seen)
         accuracy = GaugeMetricFamily(
             _PREFIX + "slot_accuracy",

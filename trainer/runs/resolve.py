@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_online.distill.recipe import RECIPES
-from dflash_online.drafter.config import DrafterConfig
+from dflash_online.drafter.config import FC_ALL, DrafterConfig
 from dflash_online.drafter.version import DrafterVersion
 from dflash_online.errors import ConfigError, TargetRefusedError
 from dflash_online.prompts.template import ChatTokenizer
@@ -46,6 +46,7 @@ async def resolve(config: RunConfig) -> tuple[ResolvedTarget, RunInputs]:
     """Ask the targets, read the folders, check that all of it fits together."""
     if config.recipe not in RECIPES:
         raise ConfigError("recipe", config.recipe, f"one of {', '.join(sorted(RECIPES))}")
+    _check_publishing(config)
     infos = [await _ask(url, config) for url in config.target_urls]
     folder = _target_folder(config, infos[0])
     inputs = await load_inputs(config, folder)
@@ -55,6 +56,18 @@ async def resolve(config: RunConfig) -> tuple[ResolvedTarget, RunInputs]:
     fitted = await asyncio.to_thread(drafter_config, config, resolved)
     _check_drafter(config, resolved, fitted, infos)
     return resolved, inputs
+
+
+def _check_publishing(config: RunConfig) -> None:
+    """A drafter that cannot be served must not be on its way to a server."""
+    fc_layers = RECIPES[config.recipe].fc_layers
+    if fc_layers == FC_ALL:
+        return
+    for name in ("publish_every_s", "publish_every_steps", "publish_initial"):
+        value = getattr(config, name)
+        if value:
+            bound = f"off: recipe {config.recipe} has fc_layers {fc_layers}, which no server can run"
+            raise ConfigError(name, value, bound)
 
 
 async def _ask(url: str, config: RunConfig) -> dict[str, Any]:
@@ -82,6 +95,7 @@ def _resolve_first(
     version = str(served.get("version") or "none")
     try:
         target = info["target"]
+        usual_block_size = RECIPES[config.recipe].block_size or _DEFAULT_BLOCK_SIZE
         resolved = ResolvedTarget(
             path=str(target["path"]),
             revision=str(target.get("revision", "")),
@@ -89,7 +103,7 @@ def _resolve_first(
             layer_ids=tuple(int(i) for i in info["layer_ids"]),
             hidden_size=int(info["model"]["hidden_size"]),
             folder=folder,
-            block_size=config.drafter.block_size or int(served.get("block_size") or _DEFAULT_BLOCK_SIZE),
+            block_size=config.drafter.block_size or int(served.get("block_size") or usual_block_size),
             mask_token_id=_first_given(config.drafter.mask_token_id, served.get("mask_token_id")),
             first_number=1 if version == "none" else DrafterVersion.parse(version).number + 1,
             num_held_out=num_held_out,

@@ -23,6 +23,8 @@ class StepMetrics:
     learning_rate: float
     slot_accuracy: tuple[float, ...]
     """Top-1 accuracy of slots 1..B-1, teacher-forced."""
+    label_agreement: float = 1.0
+    """Share of labels that equal the target's tokens; below 1 only where labels come from the verifier."""
     num_records: int
     num_tokens: int
     data_wait_s: float

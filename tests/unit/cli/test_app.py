@@ -164,7 +164,7 @@ def test_a_run_config_must_be_a_json_object(run: Run, tmp_path: Path) -> None:
 def test_recipes_end_with_one_json_line(run: Run) -> None:
     outcome = run("train", "recipes", "--json")
     assert len(outcome.out.splitlines()) == 1
-    assert outcome.json["recipes"]["zlab"]["loss"] == "hard_ce"
+    assert outcome.json["recipes"]["v3"]["kl_share"] == 0.7
 
 
 @pytest.mark.parametrize("command", [["target", "serve", "--model", "m"], ["trainer", "serve"]])

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from tiny_models import HIDDEN, VOCAB, sliding_config, tiny_config, tiny_drafter, tiny_head, tiny_record
 
+from dflash_online.distill.noise import FeatureNoise
 from dflash_online.distill.objective import block_objective
 from dflash_online.distill.pack import pack_records
 from dflash_online.distill.recipe import RECIPES, Recipe
@@ -50,7 +51,7 @@ def test_objective_equals_a_loop_that_decodes_block_by_block(config):
                 total[k] += 1
                 correct[k] += int(logits[k].argmax() == label)
     torch.testing.assert_close(result.loss_sum.item(), loss_sum, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(result.weight_sum.item(), weight_sum, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(result.denominator.item(), weight_sum, rtol=1e-6, atol=1e-6)
     assert result.stats.num_total_B.tolist() == total
     assert result.stats.num_correct_B.tolist() == correct
 
@@ -63,8 +64,8 @@ def test_padded_blocks_change_neither_loss_nor_gradient_nor_statistics():
         assert len(batch.document_A) == (50 if pad else batch.num_anchors)
         drafter.zero_grad()
         result = block_objective(drafter, head, batch, ZLAB)
-        (result.loss_sum / result.weight_sum).backward()
-        sums.append(torch.stack([result.loss_sum.detach(), result.weight_sum]))
+        (result.loss_sum / result.denominator).backward()
+        sums.append(torch.stack([result.loss_sum.detach(), result.denominator]))
         gradients.append(torch.cat([p.grad.flatten() for p in drafter.parameters()]))
         stats.append(result.stats.as_tensor())
     torch.testing.assert_close(sums[0], sums[1])
@@ -106,7 +107,7 @@ def test_loss_of_a_drafter_that_learns_the_records_by_heart_tends_to_zero():
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-3, weight_decay=0.0)
     for _ in range(150):
         result = block_objective(drafter, head, batch, ZLAB)
-        loss = result.loss_sum / result.weight_sum
+        loss = result.loss_sum / result.denominator
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -119,7 +120,7 @@ def test_loss_of_fresh_weights_is_about_that_of_guessing():
     head = dataclasses.replace(tiny_head(), weight_VH=torch.zeros(VOCAB, HIDDEN))
     result = block_objective(tiny_drafter(), head, batch, ZLAB)
     torch.testing.assert_close(
-        result.loss_sum / result.weight_sum, torch.log(torch.tensor(float(VOCAB))), rtol=1e-5, atol=0
+        result.loss_sum / result.denominator, torch.log(torch.tensor(float(VOCAB))), rtol=1e-5, atol=0
     )
 
 
@@ -138,7 +139,7 @@ def test_noise_goes_to_the_drafter_alone_and_needs_a_generator():
     _, batch = tiny_batch()
     drafter, head = tiny_drafter(), tiny_head()
     clean_features = batch.features_SF.clone()
-    noisy_recipe = Recipe(name="noisy", noise=0.5)
+    noisy_recipe = Recipe(name="noisy", noise=FeatureNoise((0.5,)))
     noisy = block_objective(drafter, head, batch, noisy_recipe, generator=torch.Generator().manual_seed(0))
     assert torch.equal(batch.features_SF, clean_features)
     assert noisy.loss_sum != block_objective(drafter, head, batch, ZLAB).loss_sum

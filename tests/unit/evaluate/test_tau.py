@@ -32,7 +32,7 @@ def half_trained(config, records, num_steps=60):
         batch = pack_records(records, block_size=config.block_size, num_anchors=64, generator=generator)
         result = block_objective(drafter, head, batch, RECIPES["zlab"])
         optimizer.zero_grad()
-        (result.loss_sum / result.weight_sum).backward()
+        (result.loss_sum / result.denominator).backward()
         optimizer.step()
     return drafter, head
 
