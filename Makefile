@@ -1,6 +1,7 @@
 # Needs Python 3.11 with pip, nothing else. Everything is made inside this folder: .venv, models/, demo-out/.
 #
 #   make demo [MINUTES=8]   the whole loop on a real small model, at most 15 minutes after the install
+#   make rivals              other implementations that some tests compare with; make test makes them too
 #   make check               lint, types, unit tests: under 2 minutes
 #   make test                every test, the real SGLang included: under 20 minutes
 #   make clean               take away what make made
@@ -13,10 +14,12 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 STAMP := $(VENV)/.installed
 REQUIREMENTS := $(addprefix docker/requirements-,sglang-cpu.txt app.txt dev.txt)
 MODEL := models/smollm2-135m
-# Another implementation of the drafter, beside ours and never on our path: a test loads our checkpoints with it.
+# Other implementations, one folder each and never on our path: tests/rival.py runs them in processes of their own.
 RIVALS := $(VENV)/rivals
+RIVAL_LISTS := $(wildcard tests/rivals/*.txt)
+RIVAL_STAMPS := $(RIVAL_LISTS:tests/rivals/%.txt=$(RIVALS)/%/.installed)
 
-.PHONY: demo test check install clean
+.PHONY: demo test check install rivals clean
 .DEFAULT_GOAL := check
 
 install: $(STAMP)
@@ -33,9 +36,13 @@ $(MODEL)/fetched.json: $(STAMP)
 	@$(BIN)/dflash-online model fetch smollm2-135m --to $(MODEL)
 	@touch $@
 
-$(RIVALS)/.installed: $(STAMP)
-	@$(PIP) install --no-deps --target $(RIVALS) dflash==0.1.0
+# Without their dependencies: they run on ours, which are near enough for what is compared.
+$(RIVALS)/%/.installed: tests/rivals/%.txt $(STAMP)
+	@rm -rf $(@D)
+	@$(PIP) install --no-deps --target $(@D) --requirement $<
 	@touch $@
+
+rivals: $(RIVAL_STAMPS)
 
 demo: $(STAMP)
 	@$(BIN)/dflash-online demo --minutes $(MINUTES)
@@ -45,7 +52,7 @@ check: $(STAMP)
 	@$(BIN)/mypy --no-error-summary
 	@$(BIN)/python -m pytest -q tests/unit
 
-test: $(MODEL)/fetched.json $(RIVALS)/.installed
+test: $(MODEL)/fetched.json $(RIVAL_STAMPS)
 	@DFLASH_MODEL=$(CURDIR)/$(MODEL) DFLASH_RIVALS=$(CURDIR)/$(RIVALS) $(BIN)/python -m pytest -q
 
 clean:

@@ -1,9 +1,27 @@
-"""Shared by all tests: one guard for the end of the process."""
+"""Shared by all tests: rivals by marker, and one guard for the end of the process."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
+
+import pytest
+
+from tests.rival import Rival
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test by the name of the rival that is not installed."""
+    for mark in item.iter_markers("rival"):
+        rival = Rival.named(*mark.args)
+        if not rival.is_installed:
+            pytest.skip(f"{rival} is not installed: make rivals")
+
+
+@pytest.fixture
+def rival(request: pytest.FixtureRequest) -> Rival:
+    """The rival that the test's marker names."""
+    return Rival.named(*request.node.get_closest_marker("rival").args)
 
 
 def pytest_unconfigure() -> None:

@@ -1,14 +1,9 @@
 """PyPI's `dflash` 0.1.0 loads our checkpoint unchanged and gives our logits.
 
-Runs where the environment variable DFLASH_RIVALS names a folder that holds that package; skipped elsewhere.
+The marker `rival` skips it, by name, where that package is not installed.
 """
 
 from __future__ import annotations
-
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,14 +13,8 @@ from tiny_models import sliding_config, tiny_config, tiny_drafter, tiny_head
 from dflash_online.drafter.checkpoint import TrainingInfo, export_tensors, load_checkpoint, save_checkpoint
 from dflash_online.drafter.model import DFlashDrafter
 
-RIVALS = Path(os.environ.get("DFLASH_RIVALS", ""))
+pytestmark = pytest.mark.rival("dflash")
 
-pytestmark = pytest.mark.skipif(
-    not os.environ.get("DFLASH_RIVALS") or not (RIVALS / "dflash").is_dir(),
-    reason="DFLASH_RIVALS names no folder that holds PyPI's dflash 0.1.0",
-)
-
-# A process of its own: the rival's imports and warnings stay out of this one.
 _RIVAL = """
 import sys
 import torch
@@ -50,7 +39,7 @@ save_file({"logits": logits.contiguous(), "meta": meta}, outputs)
 
 @pytest.mark.parametrize("config", [tiny_config(dtype="bfloat16"), tiny_config(), sliding_config(5)])
 @pytest.mark.parametrize("num_context", [1, 17])
-def test_the_rival_loads_our_folder_and_gives_our_logits(tmp_path, config, num_context):
+def test_the_rival_loads_our_folder_and_gives_our_logits(rival, tmp_path, config, num_context):
     tensors = export_tensors(tiny_drafter(config), config)
     save_checkpoint(tmp_path / "v", config, tensors, training=TrainingInfo(number=1))
     generator = torch.Generator().manual_seed(0)
@@ -58,19 +47,7 @@ def test_the_rival_loads_our_folder_and_gives_our_logits(tmp_path, config, num_c
     head = tiny_head()
     embeds = head.embed(torch.tensor([3] + [config.mask_token_id] * (config.block_size - 1)))
     save_file({"features": features, "embeds": embeds, "head": head.weight_VH}, tmp_path / "in.safetensors")
-    subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            _RIVAL,
-            tmp_path / "v",
-            tmp_path / "in.safetensors",
-            tmp_path / "out.safetensors",
-        ],
-        env=os.environ | {"PYTHONPATH": str(RIVALS), "HF_HUB_OFFLINE": "1"},
-        check=True,
-        timeout=300,
-    )
+    rival.run(_RIVAL, tmp_path / "v", tmp_path / "in.safetensors", tmp_path / "out.safetensors")
     theirs = load_file(tmp_path / "out.safetensors")
     drafter = DFlashDrafter.from_tensors(config, load_checkpoint(tmp_path / "v").tensors)
     cache = drafter.new_cache()
