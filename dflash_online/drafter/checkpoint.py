@@ -7,28 +7,26 @@
            model.safetensors  spec A.1 names, nothing else
            COMPLETE           the version, written last: without it the folder does not exist
 
-Written beside its final name, fsynced, then renamed. `training.json` comes first, so that a folder cut short
-at any point is known as ours and unfinished, never mistaken for a published one. Disk full or any other
-OSError leaves nothing behind and raises CheckpointError with path and reason. Loads only safetensors and
-JSON: nothing in a folder can execute code.
+Written whole or not at all (`drafter.folder`). `training.json` comes first, so that a folder cut short at any
+point is known as ours and unfinished, never mistaken for a published one. Loads only safetensors and JSON:
+nothing in a folder can execute code.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from dflash_online.drafter.config import FC_ALL, DrafterConfig
+from dflash_online.drafter.families import refuse_tensors
+from dflash_online.drafter.folder import new_folder
 from dflash_online.drafter.hf_config import config_from_json, config_to_json
 from dflash_online.drafter.tensors import canonical_names, expected_shapes, export_tensors, validate_tensors
 from dflash_online.drafter.version import DrafterVersion, weights_digest
@@ -92,14 +90,28 @@ class Checkpoint:
     path: Path
 
 
+class ReadConfig(Protocol):
+    """Turns the fields of a `config.json` into a config; `config_from_json` is one."""
+
+    def __call__(self, fields: Mapping[str, Any], /, *, path: str, num_features: int | None) -> DrafterConfig:
+        """Read the fields. Raises CheckpointError or ConfigError."""
+
+
 def save_checkpoint(
-    path: Path, config: DrafterConfig, tensors: Mapping[str, Tensor], *, training: TrainingInfo
+    path: Path,
+    config: DrafterConfig,
+    tensors: Mapping[str, Tensor],
+    *,
+    training: TrainingInfo | None,
+    fields: Mapping[str, Any] | None = None,
 ) -> DrafterVersion:
     """Write a folder that SGLang, vLLM and z-lab's `dflash` load unchanged. All or nothing.
 
     Args:
         path: the folder to make; its parent is made when missing.
         tensors: as from `export_tensors`.
+        training: None writes a folder like a published one: without our own two files, of number 0.
+        fields: of `config.json`, where they are not those of `config_to_json`.
 
     Returns:
         The version, also in the folder's completion marker.
@@ -109,36 +121,34 @@ def save_checkpoint(
         CheckpointError: the folder exists already, or the disk refused (full, read-only, ...).
     """
     validate_tensors(config, tensors, path=str(path))
-    version = DrafterVersion.of(training.number, tensors)
-    scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
-    try:
-        if path.exists():
-            raise CheckpointError(str(path), "exists already; checkpoints are never overwritten")
-        scratch.mkdir(parents=True)
-        _write(scratch / TRAINING_FILE, json.dumps(asdict(training), indent=2))
-        _write(scratch / CONFIG_FILE, json.dumps(config_to_json(config), indent=2))
+    version = DrafterVersion.of(training.number if training else 0, tensors)
+    with new_folder(path) as scratch:
+        if training is not None:
+            _write(scratch / TRAINING_FILE, json.dumps(asdict(training), indent=2))
+        _write(
+            scratch / CONFIG_FILE, json.dumps(config_to_json(config) if fields is None else fields, indent=2)
+        )
         # A memory map of the new file would turn a full disk into a bus error; save_file writes.
         save_file(
             {name: tensor.contiguous() for name, tensor in tensors.items()},
             scratch / SINGLE_FILE,
             metadata={"format": "pt"},
         )
-        _sync(scratch / SINGLE_FILE)
-        _write(scratch / MARKER_FILE, str(version))
-        _sync(scratch)
-        scratch.rename(path)
-        _sync(path.parent)
-    except (OSError, SafetensorError) as exc:
-        raise CheckpointError(str(path), f"cannot be written: {exc}") from exc
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        if training is not None:
+            _write(scratch / MARKER_FILE, str(version))
     return version
 
 
-def load_checkpoint(path: Path) -> Checkpoint:
+def load_checkpoint(
+    path: Path, *, read_config: ReadConfig = config_from_json, without: Collection[str] = ()
+) -> Checkpoint:
     """Read an own or a published folder and check it whole: names, shapes, types, finiteness, digest.
 
     A folder with neither `training.json` nor marker is a published one; its version has number 0.
+
+    Args:
+        read_config: for a folder in another layout.
+        without: tensors that the folder may hold and that are not the drafter's; left out.
 
     Raises:
         IncompleteCheckpointError: no folder, no weights, or ours without its completion marker.
@@ -148,24 +158,37 @@ def load_checkpoint(path: Path) -> Checkpoint:
         ConfigError: a config value is out of bounds.
     """
     training = _load_training(path)
-    fields = _read_json(path / CONFIG_FILE)
+    fields = read_fields(path)
     if not (path / SINGLE_FILE).is_file() and not (path / INDEX_FILE).is_file():
         raise IncompleteCheckpointError(str(path), f"{SINGLE_FILE} is missing")
     try:
         files = WeightFiles(path)
-        tensors = canonical_names({name: files.read(name) for name in sorted(files.names)})
+        tensors = canonical_names({name: files.read(name) for name in sorted(files.names - set(without))})
     except (OSError, SafetensorError, KeyError, ValueError) as exc:
         raise CheckpointError(str(path), f"weights cannot be read: {exc}") from exc
     fc = tensors.get("fc.weight")
     num_features = None if fc is None or fc.ndim != 2 else fc.shape[1] // max(fc.shape[0], 1)
-    config = config_from_json(fields, path=str(path), num_features=num_features)
+    config = read_config(fields, path=str(path), num_features=num_features)
+    refuse_tensors(tensors, str(path))
     validate_tensors(config, tensors, path=str(path))
     version = DrafterVersion.of(training.number if training else 0, tensors)
     if training is not None:
-        written = (path / MARKER_FILE).read_text(encoding="ascii").strip()
+        written = _read_text(path / MARKER_FILE).strip()
         if written != str(version):
             raise CheckpointError(str(path), f"weights are {version}, the completion marker says {written}")
     return Checkpoint(config, tensors, version, training, path)
+
+
+def read_fields(path: Path) -> dict[str, Any]:
+    """The fields of a folder's `config.json`, in whatever layout.
+
+    Raises:
+        IncompleteCheckpointError: no folder, or no such file in it.
+        CheckpointError: unreadable.
+    """
+    if not path.is_dir():
+        raise IncompleteCheckpointError(str(path), "no such folder")
+    return _read_json(path / CONFIG_FILE)
 
 
 def check_against_target(config: DrafterConfig, target: TargetModelInfo) -> None:
@@ -219,22 +242,20 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise IncompleteCheckpointError(str(path.parent), f"{path.name} is missing")
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as exc:
+        value = json.loads(_read_text(path))
+    except ValueError as exc:
         raise CheckpointError(str(path.parent), f"{path.name} cannot be read: {exc}") from exc
     if not isinstance(value, dict):
         raise CheckpointError(str(path.parent), f"{path.name} must hold an object")
     return value
 
 
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as exc:
+        raise CheckpointError(str(path.parent), f"{path.name} cannot be read: {exc}") from exc
+
+
 def _write(path: Path, text: str) -> None:
     path.write_text(text + "\n", encoding="utf-8")
-    _sync(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -2,10 +2,9 @@
 
     DrafterConfig --config_to_json--> config.json --config_from_json--> DrafterConfig
 
-Anything that would change the forward pass and that this drafter does not do is refused by name: loading
-it anyway would give a drafter that drafts badly and says nothing. Raises UnsupportedCheckpointError for
-those, CheckpointError for missing or malformed fields, ConfigError for values out of bounds.
-Source: DFlash specification, sections A.3 to A.6, A.8, F.
+Anything that would change the forward pass and that this drafter does not do is refused by name
+(`drafter.families`). Raises UnsupportedCheckpointError for those, CheckpointError for missing or malformed
+fields, ConfigError for values out of bounds. Source: DFlash specification, sections A.3 to A.6, F.
 """
 
 from __future__ import annotations
@@ -13,34 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dflash_online.drafter.config import (
-    FC_ALL,
-    FULL_ATTENTION,
-    SLIDING_ATTENTION,
-    DrafterConfig,
-    select_layer_ids,
-)
+from dflash_online.drafter.config import FC_ALL, SLIDING_ATTENTION, DrafterConfig, select_layer_ids
+from dflash_online.drafter.families import family_of, refuse_architectures, refuse_fields
 from dflash_online.errors import CheckpointError, UnsupportedCheckpointError
 
 ARCHITECTURE = "DFlashDraftModel"
-
-# Fields that make it another model when they are set, and what that model is called.
-_OTHER_FAMILIES = (
-    ("conv_kernel_size", "DFlash2 (grouped convolutions)"),
-    ("selector_rank", "DFlash2 (candidate selector)"),
-    ("markov_rank", "DSpark (Markov head)"),
-    ("gru_hidden_dim", "Domino (recurrent projector)"),
-    ("attention_sink_bias", "DFlash with attention sinks (MiMo)"),
-    ("final_logit_softcapping", "DFlash with soft-capped logits"),
-    ("causal", "DFlash with causal full-attention layers"),
-    ("draft_vocab_size", "DFlash with a reduced vocabulary"),
-)
-_UNIT_FACTORS = (
-    "output_multiplier",
-    "input_embedding_scale",
-    "partial_rotary_factor",
-    "attention_value_scale",
-)
+SPECULATORS_TYPE = "speculators_model_type"
 
 
 def config_to_json(config: DrafterConfig) -> dict[str, Any]:
@@ -101,15 +78,19 @@ def config_from_json(
         CheckpointError: a field is missing or of the wrong type.
         ConfigError: a value is out of bounds.
     """
-    nested = fields.get("dflash_config") or {}
-    if not isinstance(nested, dict):
-        raise CheckpointError(path, f"dflash_config must be an object, got {nested!r}")
-    _refuse_other_families(fields, nested, path)
-    layout = _Layout(fields, nested, path)
+    _refuse_speculators(fields, path)
+    nested = ConfigFields(fields, {}, path).object("dflash_config")
+    layout = ConfigFields(fields, nested, path)
+    refuse_architectures(layout.strings("architectures"), ARCHITECTURE, path)
+    layer_types = layout.strings("layer_types")
+    refuse_fields(fields, nested, path)
     hidden, heads, layers = (
         layout.integer(name) for name in ("hidden_size", "num_attention_heads", "num_hidden_layers")
     )
-    layer_types = _layer_types(fields, layers, path)
+    if SLIDING_ATTENTION in layer_types and not layout.flag("use_sliding_window"):
+        raise UnsupportedCheckpointError(
+            path, "sliding layers without use_sliding_window: readers disagree on them"
+        )
     num_target_layers = layout.integer("num_target_layers")
     if layout.get("target_layer_ids") is None and num_features is not None:
         target_layer_ids = select_layer_ids(num_target_layers, num_features)
@@ -130,7 +111,7 @@ def config_from_json(
         rms_norm_eps=layout.number("rms_norm_eps", default=1e-6),
         rope_theta=_rope_theta(layout, path),
         max_position_embeddings=layout.integer("max_position_embeddings", default=40960),
-        attention_bias=bool(fields.get("attention_bias", False)),
+        attention_bias=layout.flag("attention_bias"),
         layer_types=layer_types,
         sliding_window=layout.integer("sliding_window") if SLIDING_ATTENTION in layer_types else None,
         dtype=str(fields.get("dtype") or fields.get("torch_dtype") or "bfloat16").removeprefix("torch."),
@@ -138,7 +119,7 @@ def config_from_json(
     )
 
 
-class _Layout:
+class ConfigFields:
     """Looks a field up where published files put it: `dflash_config` first, then the top level."""
 
     def __init__(self, fields: Mapping[str, Any], nested: Mapping[str, Any], path: str) -> None:
@@ -164,50 +145,48 @@ class _Layout:
 
     def integers(self, name: str) -> tuple[int, ...]:
         value = self.get(name)
-        if not isinstance(value, list) or not all(isinstance(i, int) for i in value):
+        if not isinstance(value, list) or not all(type(i) is int for i in value):
             raise CheckpointError(self._path, f"{name} must be a list of integers, got {value!r}")
         return tuple(value)
 
+    def strings(self, name: str) -> tuple[str, ...]:
+        """Empty when the field is missing."""
+        value = self.get(name) or []
+        if not isinstance(value, list) or not all(isinstance(i, str) for i in value):
+            raise CheckpointError(self._path, f"{name} must be a list of strings, got {value!r}")
+        return tuple(value)
 
-def _rope_theta(layout: _Layout, path: str) -> float:
-    rope = layout.get("rope_parameters") or {}
-    scaling = layout.get("rope_scaling") or {}
+    def flag(self, name: str) -> bool:
+        """False when the field is missing."""
+        value = self.get(name)
+        if not isinstance(value, bool | None):
+            raise CheckpointError(self._path, f"{name} must be true or false, got {value!r}")
+        return bool(value)
+
+    def object(self, name: str) -> Mapping[str, Any]:
+        """Empty when the field is missing."""
+        value = self.get(name) or {}
+        if not isinstance(value, dict):
+            raise CheckpointError(self._path, f"{name} must be an object, got {value!r}")
+        return value
+
+
+def _rope_theta(layout: ConfigFields, path: str) -> float:
+    rope, scaling = layout.object("rope_parameters"), layout.object("rope_scaling")
     kind = rope.get("rope_type", scaling.get("rope_type", scaling.get("type", "default")))
     if kind != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise UnsupportedCheckpointError(path, f"DFlash with rotary settings {dict(rope or scaling)}")
-    theta = rope.get("rope_theta")
-    return layout.number("rope_theta") if theta is None else float(theta)
+    return (ConfigFields(rope, {}, path) if "rope_theta" in rope else layout).number("rope_theta")
 
 
-def _layer_types(fields: Mapping[str, Any], num_layers: int, path: str) -> tuple[str, ...]:
-    types = tuple(fields.get("layer_types") or (FULL_ATTENTION,) * num_layers)
-    if SLIDING_ATTENTION in types and not fields.get("use_sliding_window"):
+def _refuse_speculators(fields: Mapping[str, Any], path: str) -> None:
+    kind = fields.get(SPECULATORS_TYPE)
+    if kind is not None:
+        family = family_of(str(kind))
         raise UnsupportedCheckpointError(
-            path, "sliding layers without use_sliding_window: readers disagree on them"
+            path,
+            f"{family}: {SPECULATORS_TYPE} = {kind}"
+            if family
+            else "the speculators layout; convert it first: "
+            f"dflash-online drafter convert {path} FOLDER --to zlab",
         )
-    return types
-
-
-def _refuse_other_families(fields: Mapping[str, Any], nested: Mapping[str, Any], path: str) -> None:
-    if "speculators_model_type" in fields:
-        raise UnsupportedCheckpointError(
-            path, "the speculators layout; convert it to the DFlash layout first"
-        )
-    architectures = fields.get("architectures") or [ARCHITECTURE]
-    if ARCHITECTURE not in architectures:
-        raise UnsupportedCheckpointError(path, f"{', '.join(map(str, architectures))}, not {ARCHITECTURE}")
-    if nested.get("projector_type"):
-        raise UnsupportedCheckpointError(path, f"projector {nested['projector_type']} (Domino)")
-    for name in _UNIT_FACTORS:
-        value = nested.get(name, fields.get(name))
-        if value not in (None, 1, 1.0):
-            raise UnsupportedCheckpointError(path, f"DFlash with {name} = {value}")
-    for name, family in _OTHER_FAMILIES:
-        value = nested.get(name, fields.get(name))
-        is_plain = name == "draft_vocab_size" and value == fields.get("vocab_size")
-        if value and not is_plain:
-            raise UnsupportedCheckpointError(path, f"{family}: {name} = {value}")
-    # `is_causal` overrides what the layer types say about blocks, for all layers.
-    is_causal, types = fields.get("is_causal"), set(fields.get("layer_types") or (FULL_ATTENTION,))
-    if is_causal is not None and types != {SLIDING_ATTENTION if is_causal else FULL_ATTENTION}:
-        raise UnsupportedCheckpointError(path, f"is_causal = {is_causal} against layer types {sorted(types)}")

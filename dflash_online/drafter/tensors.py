@@ -70,8 +70,9 @@ def validate_tensors(config: DrafterConfig, tensors: Mapping[str, Tensor], *, pa
             wrong.append(f"{name} has shape {list(tensor.shape)}, not {list(shapes[name])}")
         elif tensor.dtype != dtype:
             wrong.append(f"{name} is {tensor.dtype}, not {dtype}")
-        elif not bool(torch.isfinite(tensor).all()):
-            wrong.append(f"{name} is not finite")
+        elif not bool((finite := torch.isfinite(tensor)).all()):
+            place = (~finite).nonzero()[0].tolist()
+            wrong.append(f"{name} is not finite: {float(tensor[tuple(place)])} at {place}")
     missing, unexpected = sorted(shapes.keys() - tensors.keys()), sorted(tensors.keys() - shapes.keys())
     if missing or unexpected or wrong:
         raise TensorMismatchError(path, missing, unexpected, wrong)
@@ -99,6 +100,16 @@ def export_tensors(model: nn.Module, config: DrafterConfig) -> dict[str, Tensor]
 
 
 def canonical_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Published spellings turned into ours: a leading `model.` and the encoder aliases."""
-    bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
-    return {_ALIASES.get(name, name): tensor for name, tensor in bare.items()}
+    """Published spellings turned into ours: a leading `model.` and the encoder aliases.
+
+    Raises:
+        ValueError: two tensors have one name in two spellings.
+    """
+    renamed: dict[str, Tensor] = {}
+    for spelling, tensor in tensors.items():
+        bare = spelling.removeprefix("model.")
+        name = _ALIASES.get(bare, bare)
+        if name in renamed:
+            raise ValueError(f"{name} is there twice, once spelled {spelling}")
+        renamed[name] = tensor
+    return renamed

@@ -80,6 +80,16 @@ class TargetModelInfo:
         )
 
 
+def read_architectures(path: Path) -> tuple[str, ...]:
+    """Class names that a Hugging Face folder gives for its model; empty when it gives none.
+
+    Raises:
+        ConfigError: no readable `config.json`.
+    """
+    names = _read_json(path / "config.json", required=True).get("architectures")
+    return tuple(map(str, names)) if isinstance(names, list) else ()
+
+
 def _read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
     if not required and not path.is_file():
         return {}

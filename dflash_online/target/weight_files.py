@@ -2,8 +2,8 @@
 
     model.safetensors, or its index and shards --> [ WeightFiles ] --> target.frozen, drafter.checkpoint
 
-Only safetensors: nothing that is read here can execute code. Raises OSError or SafetensorError as they come;
-the caller knows what the folder was meant to be and translates.
+Only safetensors: nothing that is read here can execute code. Raises OSError, SafetensorError, KeyError or
+ValueError as they come; the caller knows what the folder was meant to be and translates.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ class WeightFiles:
     def _scan(self) -> Iterator[tuple[str, Path]]:
         index = self.path / INDEX_FILE
         if index.is_file():
-            for name, file in json.loads(index.read_text())["weight_map"].items():
+            weight_map = json.loads(index.read_text())["weight_map"]
+            if not isinstance(weight_map, dict) or not all(isinstance(i, str) for i in weight_map.values()):
+                raise ValueError(f"{INDEX_FILE}: weight_map must map names to file names")
+            for name, file in weight_map.items():
                 # A shard beside the index only: a name with a path in it could point anywhere.
                 yield name, self.path / Path(file).name
             return

@@ -12,8 +12,6 @@ Loading executes no code. Fails with CheckpointError (disk full leaves nothing b
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from dflash_online.drafter.folder import new_folder
 from dflash_online.errors import CheckpointError, IncompleteCheckpointError
 
 _TENSORS, _PROGRESS, _MARKER = "optimizer.safetensors", "progress.json", "COMPLETE"
@@ -57,22 +56,10 @@ def save_state(
     Raises:
         CheckpointError: the disk refused (full, read-only, ...).
     """
-    scratch = path.with_name(f".{path.name}.tmp")
-    try:
-        shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir(parents=True)
+    with new_folder(path, replace=True, what="optimizer state ") as scratch:
         save_file(_collect(drafter, optimizer, pick), scratch / _TENSORS)
         (scratch / _PROGRESS).write_text(json.dumps(asdict(progress)), encoding="ascii")
         (scratch / _MARKER).write_text("1\n", encoding="ascii")
-        for file in sorted(scratch.iterdir()):
-            _sync(file)
-        shutil.rmtree(path, ignore_errors=True)
-        scratch.rename(path)
-        _sync(path.parent)
-    except (OSError, SafetensorError) as exc:
-        raise CheckpointError(str(path), f"optimizer state cannot be written: {exc}") from exc
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def load_state(
@@ -121,11 +108,3 @@ def _restore(
             }
     torch.set_rng_state(tensors[_RANDOM_CPU])
     pick.set_state(tensors[_RANDOM_PICK])
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
