@@ -40,6 +40,33 @@ def select_layer_ids(num_target_layers: int, num_features: int) -> tuple[int, ..
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class YarnScaling:
+    """Rotary angles stretched for contexts longer than those trained on. Source: YaRN, arXiv:2309.00071."""
+
+    factor: float
+    """By which the slow angles are slowed down."""
+    original_max_position_embeddings: int
+    """Context length before the stretching."""
+    beta_fast: float = 32.0
+    """Angles that turn more often than this over the original context stay as they are."""
+    beta_slow: float = 1.0
+    """Angles that turn less often than this are slowed down in full."""
+    truncate: bool = True
+    """Round the ends of the ramp between the two to whole angles."""
+    attention_factor: float | None = None
+    """On cosine and sine; None: 0.1 ln(factor) + 1."""
+
+    def __post_init__(self) -> None:
+        _require("yarn factor", self.factor, "finite and >= 1", 1 <= self.factor < math.inf)
+        original = self.original_max_position_embeddings
+        _require("yarn original_max_position_embeddings", original, "at least 1", original >= 1)
+        in_order = 0 < self.beta_slow < self.beta_fast < math.inf
+        _require("yarn beta_slow, beta_fast", (self.beta_slow, self.beta_fast), "rising and > 0", in_order)
+        sane = self.attention_factor is None or 0 < self.attention_factor < math.inf
+        _require("yarn attention_factor", self.attention_factor, "finite and > 0", sane)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DrafterConfig:
     """One drafter's architecture. Checked at construction; equal configs load each other's weights."""
 
@@ -63,6 +90,8 @@ class DrafterConfig:
     """B: slots per block; slot 0 is the anchor, so B-1 drafts."""
     rms_norm_eps: float = 1e-6
     rope_theta: float = 1e6
+    yarn: YarnScaling | None = None
+    """None: plain rotary angles, as in all published drafters but those of gpt-oss."""
     max_position_embeddings: int = 40960
     attention_bias: bool = False
     layer_types: tuple[str, ...] = ()

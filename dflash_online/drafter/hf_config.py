@@ -10,14 +10,24 @@ fields, ConfigError for values out of bounds. Source: DFlash specification, sect
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
-from dflash_online.drafter.config import FC_ALL, SLIDING_ATTENTION, DrafterConfig, select_layer_ids
+from dflash_online.drafter.config import (
+    FC_ALL,
+    SLIDING_ATTENTION,
+    DrafterConfig,
+    YarnScaling,
+    select_layer_ids,
+)
 from dflash_online.drafter.families import family_of, refuse_architectures, refuse_fields
 from dflash_online.errors import CheckpointError, UnsupportedCheckpointError
 
 ARCHITECTURE = "DFlashDraftModel"
 SPECULATORS_TYPE = "speculators_model_type"
+
+# Of DeepSeek's kind of YaRN, which no DFlash drafter has.
+_OTHER_YARN = ("mscale", "mscale_all_dim")
 
 
 def config_to_json(config: DrafterConfig) -> dict[str, Any]:
@@ -53,7 +63,7 @@ def config_to_json(config: DrafterConfig) -> dict[str, Any]:
         "num_key_value_heads": config.num_kv_heads,
         "num_target_layers": config.num_target_layers,
         "rms_norm_eps": config.rms_norm_eps,
-        "rope_parameters": {"rope_theta": config.rope_theta, "rope_type": "default"},
+        "rope_parameters": _rope_parameters(config),
         "rope_theta": config.rope_theta,
         # Qwen3's config class drops the window unless `use_sliding_window` says so.
         "sliding_window": config.sliding_window if is_sliding else None,
@@ -91,6 +101,7 @@ def config_from_json(
         raise UnsupportedCheckpointError(
             path, "sliding layers without use_sliding_window: readers disagree on them"
         )
+    rope = _rope_fields(layout, path)
     num_target_layers = layout.integer("num_target_layers")
     if layout.get("target_layer_ids") is None and num_features is not None:
         target_layer_ids = select_layer_ids(num_target_layers, num_features)
@@ -109,7 +120,8 @@ def config_from_json(
         mask_token_id=layout.integer("mask_token_id"),
         block_size=layout.integer("block_size", default=16),
         rms_norm_eps=layout.number("rms_norm_eps", default=1e-6),
-        rope_theta=_rope_theta(layout, path),
+        rope_theta=rope.number("rope_theta"),
+        yarn=_yarn(rope, path),
         max_position_embeddings=layout.integer("max_position_embeddings", default=40960),
         attention_bias=layout.flag("attention_bias"),
         layer_types=layer_types,
@@ -171,12 +183,40 @@ class ConfigFields:
         return value
 
 
-def _rope_theta(layout: ConfigFields, path: str) -> float:
-    rope, scaling = layout.object("rope_parameters"), layout.object("rope_scaling")
-    kind = rope.get("rope_type", scaling.get("rope_type", scaling.get("type", "default")))
-    if kind != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedCheckpointError(path, f"DFlash with rotary settings {dict(rope or scaling)}")
-    return (ConfigFields(rope, {}, path) if "rope_theta" in rope else layout).number("rope_theta")
+def _rope_parameters(config: DrafterConfig) -> dict[str, Any]:
+    if config.yarn is None:
+        return {"rope_theta": config.rope_theta, "rope_type": "default"}
+    scaling = {name: value for name, value in asdict(config.yarn).items() if value is not None}
+    return scaling | {"rope_theta": config.rope_theta, "rope_type": "yarn"}
+
+
+def _rope_fields(layout: ConfigFields, path: str) -> ConfigFields:
+    """The rotary settings in one place: newer files nest them all, older ones leave `rope_theta` outside."""
+    rope = {"rope_theta": layout.get("rope_theta")}
+    rope |= layout.object("rope_parameters") or layout.object("rope_scaling")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    is_partial = rope.get("partial_rotary_factor", 1.0) != 1.0
+    if (
+        kind not in ("default", "yarn")
+        or is_partial
+        or any(rope.get(name) is not None for name in _OTHER_YARN)
+    ):
+        raise UnsupportedCheckpointError(path, f"DFlash with rotary settings {rope}")
+    return ConfigFields(rope | {"rope_type": kind}, {}, path)
+
+
+def _yarn(rope: ConfigFields, path: str) -> YarnScaling | None:
+    if rope.get("rope_type") != "yarn":
+        return None
+    truncate, factor = rope.get("truncate"), rope.get("attention_factor")
+    return YarnScaling(
+        factor=rope.number("factor"),
+        original_max_position_embeddings=rope.integer("original_max_position_embeddings"),
+        beta_fast=rope.number("beta_fast", default=32.0),
+        beta_slow=rope.number("beta_slow", default=1.0),
+        truncate=truncate is None or rope.flag("truncate"),
+        attention_factor=None if factor is None else rope.number("attention_factor"),
+    )
 
 
 def _refuse_speculators(fields: Mapping[str, Any], path: str) -> None:

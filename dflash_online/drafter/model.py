@@ -246,7 +246,8 @@ class DFlashDrafter(nn.Module):
         return normed
 
     def _rotation(self, positions_T: Tensor) -> Rotation:
-        return rotation_of(positions_T, self.config.head_dim, self.config.rope_theta)
+        config = self.config
+        return rotation_of(positions_T, config.head_dim, config.rope_theta, config.yarn)
 
 
 def _layer_over_plan(

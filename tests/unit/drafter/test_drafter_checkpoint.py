@@ -177,14 +177,6 @@ def test_weights_changed_after_the_marker_are_refused(tmp_path):
         load_checkpoint(folder)
 
 
-def test_a_truncated_weight_file_is_refused(tmp_path):
-    folder = saved(tmp_path / "v")
-    data = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
-    with pytest.raises(CheckpointError, match="weights cannot be read"):
-        load_checkpoint(folder)
-
-
 @pytest.mark.parametrize("text", ["{", "[]", '{"number": 1, "colour": "red"}'])
 def test_broken_training_json_is_refused(tmp_path, text):
     folder = saved(tmp_path / "v")
@@ -230,8 +222,12 @@ def test_published_spellings_of_names_and_shards_are_understood(tmp_path):
             "wrong",
             "is torch.float32, not torch.bf",
         ),
-        (lambda t: t["norm.weight"].fill_(float("nan")), "wrong", "norm.weight is not finite"),
-        (lambda t: t["fc.weight"].view(-1)[3].fill_(float("inf")), "wrong", "fc.weight is not finite"),
+        (lambda t: t["norm.weight"].fill_(float("nan")), "wrong", r"norm.weight is not finite: nan at \[0\]"),
+        (
+            lambda t: t["fc.weight"][1, 3].fill_(float("inf")),
+            "wrong",
+            r"fc.weight is not finite: inf at \[1, 3\]",
+        ),
     ],
 )
 def test_wrong_tensors_are_neither_written_nor_loaded(tmp_path, change, kind, message):
@@ -253,13 +249,24 @@ def test_wrong_tensors_are_neither_written_nor_loaded(tmp_path, change, kind, me
         ({"architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel"),
         ({"dflash_config": {"conv_kernel_size": 4, "conv_group_size": 8}}, "DFlash2"),
         ({"dflash_config": {"selector_rank": 256, "selector_top_k": 16}}, "DFlash2"),
-        ({"dflash_config": {"projector_type": "domino"}}, "Domino"),
-        ({"dflash_config": {"markov_rank": 8}}, "DSpark"),
+        ({"dflash_config": {"projector_type": "domino"}}, "Domino: projector_type = domino"),
+        ({"dflash_config": {"markov_rank": 8}}, r"DSpark \(Markov head\): markov_rank = 8"),
+        ({"dflash_config": {"projector_type": "dspark"}}, "DSpark: projector_type = dspark"),
+        (
+            {"architectures": ["DSparkDraftModel"]},
+            "DSpark: architecture DSparkDraftModel, not DFlashDraftModel",
+        ),
+        ({"architectures": ["DominoDraftModel"]}, "Domino: architecture DominoDraftModel"),
+        ({"architectures": ["DFlashLagunaForCausalLM"]}, "DFlash for Laguna: architecture"),
+        ({"architectures": ["LlamaForCausalLM"]}, ": architecture LlamaForCausalLM, not DFlashDraftModel"),
+        ({"draft_vocab_size": 16}, "reduced vocabulary: draft_vocab_size = 16 of 37"),
+        ({"hidden_act": "gelu"}, "hidden_act = gelu, not silu"),
         ({"speculators_model_type": "dflash"}, "speculators"),
         ({"dflash_config": {"final_logit_softcapping": 30.0}}, "soft-capped"),
         ({"dflash_config": {"output_multiplier": 2.0}}, "output_multiplier = 2.0"),
         ({"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.25}}, "rotary"),
-        ({"rope_parameters": {"rope_theta": 1e6, "rope_type": "yarn"}}, "rotary"),
+        ({"rope_parameters": {"rope_theta": 1e6, "rope_type": "llama3"}}, "rotary"),
+        ({"rope_parameters": {"rope_theta": 1e6, "rope_type": "yarn", "mscale": 0.7}}, "rotary"),
         ({"is_causal": True}, "is_causal = True"),
         ({"layer_types": ["sliding_attention"] * 2, "sliding_window": 4}, "use_sliding_window"),
     ],
@@ -270,6 +277,82 @@ def test_other_families_are_refused_by_name(tmp_path, fields, message):
     nested = config["dflash_config"] | fields.pop("dflash_config", {})
     (folder / "config.json").write_text(json.dumps(config | fields | {"dflash_config": nested}))
     with pytest.raises(UnsupportedCheckpointError, match=message):
+        load_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "layers.0.attention_conv.base_kernel",
+            r"DFlash2 \(grouped convolutions\): tensor layers.0.attention",
+        ),
+        ("candidate_selector.hidden_projection.weight", r"DFlash2 \(candidate selector\)"),
+        ("prefix_gru.weight_ih_l0", "Domino"),
+        ("model.embed_proj.0.weight", "Domino"),
+        ("markov_head.markov_w1.weight", "DSpark"),
+        ("confidence_head.proj.weight", "DSpark"),
+    ],
+)
+def test_other_families_are_known_by_their_tensors_when_the_config_says_nothing(tmp_path, name, message):
+    folder = saved(tmp_path / "v")
+    tensors = load_file(folder / "model.safetensors") | {name: torch.ones(2, dtype=torch.bfloat16)}
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(UnsupportedCheckpointError, match=message):
+        load_checkpoint(folder)
+
+
+def test_a_config_of_another_hidden_size_names_tensor_shape_and_bound(tmp_path):
+    folder = saved(tmp_path / "v")
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(fields | {"hidden_size": 32}))
+    with pytest.raises(
+        TensorMismatchError, match=r"fc.weight has shape \[24, 48\], not \[32, 64\]"
+    ) as caught:
+        load_checkpoint(folder)
+    assert len(caught.value.wrong) == 3 + 2 * 9
+    assert not caught.value.missing
+
+
+@pytest.mark.parametrize("size", [0, 4, 100, -1])
+def test_weights_cut_short_anywhere_are_refused(tmp_path, size):
+    folder = saved(tmp_path / "v")
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[:size])
+    with pytest.raises(CheckpointError, match="weights cannot be read"):
+        load_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ("{", "weights cannot be read"),
+        ("{}", "weight_map"),
+        ('{"weight_map": []}', "weight_map must map names to file names"),
+        ('{"weight_map": {"fc.weight": "lost.safetensors"}}', "lost.safetensors"),
+        ('{"weight_map": {"gc.weight": "model.safetensors"}}', "gc.weight"),
+    ],
+)
+def test_a_broken_index_of_shards_is_refused(tmp_path, index, message):
+    folder = saved(tmp_path / "v")
+    (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(folder)
+
+
+def test_one_tensor_in_two_spellings_is_refused(tmp_path):
+    folder = saved(tmp_path / "v")
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"encoder.fc.weight": tensors["fc.weight"].clone()}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"fc\.weight is there twice"):
+        load_checkpoint(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "training.json", "COMPLETE"])
+def test_a_file_that_is_no_text_is_refused_by_name(tmp_path, name):
+    folder = saved(tmp_path / "v")
+    (folder / name).write_bytes(b"\xff\xfe")
+    with pytest.raises(CheckpointError, match=f"{name} cannot be read"):
         load_checkpoint(folder)
 
 

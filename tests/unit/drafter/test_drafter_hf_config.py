@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dflash_online.drafter.config import DrafterConfig
+from dflash_online.drafter.config import DrafterConfig, YarnScaling
 from dflash_online.drafter.hf_config import config_from_json, config_to_json
-from dflash_online.errors import CheckpointError, ConfigError
+from dflash_online.errors import CheckpointError, ConfigError, DflashOnlineError, UnsupportedCheckpointError
 
 QWEN3_4B = {
     "architectures": ["DFlashDraftModel"],
@@ -78,6 +78,37 @@ def test_sliding_layers_keep_their_window():
     assert config_from_json(config_to_json(config)) == config
 
 
+YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        {"rope_theta": 150000, "rope_scaling": YARN},
+        {"rope_theta": None, "rope_parameters": YARN | {"rope_theta": 150000.0, "beta_fast": 32}},
+    ],
+)
+def test_yarn_is_read_from_older_and_newer_layouts(place):
+    config = config_from_json(QWEN3_4B | place)
+    assert config.rope_theta == 150000
+    assert config.yarn == YarnScaling(factor=32.0, original_max_position_embeddings=4096, truncate=False)
+    assert config_from_json(config_to_json(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"factor": 0.5}, "yarn factor must be finite and >= 1, got 0.5"),
+        ({"original_max_position_embeddings": 0}, "yarn original_max_position_embeddings must be at least 1"),
+        ({"beta_fast": 1}, r"yarn beta_slow, beta_fast must be rising and > 0, got \(1.0, 1.0\)"),
+        ({"attention_factor": 0}, "yarn attention_factor must be finite and > 0"),
+    ],
+)
+def test_bounds_of_yarn_are_checked(change, message):
+    with pytest.raises(ConfigError, match=message):
+        config_from_json(QWEN3_4B | {"rope_scaling": YARN | change})
+
+
 def test_missing_layer_ids_are_chosen_by_the_width_of_fc_never_by_the_number_of_draft_layers():
     fields = QWEN3_4B | {"num_hidden_layers": 8, "layer_types": None, "dflash_config": {"mask_token_id": 5}}
     assert config_from_json(fields, num_features=5).target_layer_ids == (1, 9, 17, 25, 33)
@@ -90,6 +121,28 @@ def test_a_missing_field_is_named(name):
     fields = {k: v for k, v in QWEN3_4B.items() if k != name}
     with pytest.raises(CheckpointError, match=name):
         config_from_json(fields, path="somewhere")
+
+
+JUNK = (3, -1, 0.5, "text", True, [], [1], ["a"], {}, {"a": 1}, None)
+
+
+def read(fields: dict) -> DrafterConfig | DflashOnlineError:
+    try:
+        return config_from_json(fields)
+    except DflashOnlineError as error:
+        return error
+
+
+@pytest.mark.parametrize("name", [*QWEN3_4B, "rope_parameters", "draft_vocab_size", "is_causal"])
+def test_junk_in_a_field_is_read_or_refused_with_a_named_error(name):
+    layouts = (QWEN3_4B, newer_layout(), everything_on_top())
+    outcomes = [read(fields | {name: value}) for fields in layouts for value in JUNK]
+    assert {type(outcome) for outcome in outcomes} <= {
+        DrafterConfig,
+        ConfigError,
+        CheckpointError,
+        UnsupportedCheckpointError,
+    }
 
 
 @pytest.mark.parametrize("value", ["16", 16.5, True, [16]])
