@@ -15,7 +15,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import (
-    HIDDEN,
     VOCAB,
     sliding_config,
     tiny_config,
