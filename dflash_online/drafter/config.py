@@ -121,7 +121,7 @@ class DrafterConfig:
         divides = self.num_heads % self.num_kv_heads == 0
         _require("num_kv_heads", self.num_kv_heads, f"a divisor of num_heads {self.num_heads}", divides)
         _require("block_size", self.block_size, ">= 2 (anchor, one draft)", self.block_size >= 2)
-        _require("rms_norm_eps", self.rms_norm_eps, "> 0", self.rms_norm_eps > 0)
+        _require("rms_norm_eps", self.rms_norm_eps, "finite and > 0", 0 < self.rms_norm_eps < math.inf)
         finite_theta = math.isfinite(self.rope_theta) and self.rope_theta > 0
         _require("rope_theta", self.rope_theta, "finite and > 0", finite_theta)
         in_vocab = 0 <= self.mask_token_id < self.vocab_size
