@@ -53,7 +53,8 @@ class Rival:
         path = os.pathsep.join(filter(None, (str(self.folder), os.environ.get("PYTHONPATH"))))
         run = subprocess.run(
             [sys.executable, "-c", script, *map(str, arguments)],
-            env=os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
+            # One thread: on small tensors, threads that wait for each other take longer.
+            env=os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
             timeout=timeout_s,

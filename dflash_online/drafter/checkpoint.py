@@ -57,6 +57,9 @@ __all__ = [
 
 CONFIG_FILE, TRAINING_FILE, MARKER_FILE = "config.json", "training.json", "COMPLETE"
 
+# A side file that SGLang writes over the target's embedding row at start; our target never changes.
+_MASK_EMBEDDING = "mask_embedding.pt"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingInfo:
@@ -159,6 +162,10 @@ def load_checkpoint(
     """
     training = _load_training(path)
     fields = read_fields(path)
+    if (path / _MASK_EMBEDDING).exists():
+        raise UnsupportedCheckpointError(
+            str(path), f"DFlash with a mask embedding of its own: {_MASK_EMBEDDING}"
+        )
     if not (path / SINGLE_FILE).is_file() and not (path / INDEX_FILE).is_file():
         raise IncompleteCheckpointError(str(path), f"{SINGLE_FILE} is missing")
     try:

@@ -53,8 +53,6 @@ class YarnScaling:
     """Angles that turn less often than this are slowed down in full."""
     truncate: bool = True
     """Round the ends of the ramp between the two to whole angles."""
-    attention_factor: float | None = None
-    """On cosine and sine; None: 0.1 ln(factor) + 1."""
 
     def __post_init__(self) -> None:
         _require("yarn factor", self.factor, "finite and >= 1", 1 <= self.factor < math.inf)
@@ -62,8 +60,11 @@ class YarnScaling:
         _require("yarn original_max_position_embeddings", original, "at least 1", original >= 1)
         in_order = 0 < self.beta_slow < self.beta_fast < math.inf
         _require("yarn beta_slow, beta_fast", (self.beta_slow, self.beta_fast), "rising and > 0", in_order)
-        sane = self.attention_factor is None or 0 < self.attention_factor < math.inf
-        _require("yarn attention_factor", self.attention_factor, "finite and > 0", sane)
+
+    @property
+    def attention_factor(self) -> float:
+        """On cosine and sine. A file may state it, and no other: SGLang does not read it."""
+        return 0.1 * math.log(self.factor) + 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,7 +122,7 @@ class DrafterConfig:
         divides = self.num_heads % self.num_kv_heads == 0
         _require("num_kv_heads", self.num_kv_heads, f"a divisor of num_heads {self.num_heads}", divides)
         _require("block_size", self.block_size, ">= 2 (anchor, one draft)", self.block_size >= 2)
-        _require("rms_norm_eps", self.rms_norm_eps, "> 0", self.rms_norm_eps > 0)
+        _require("rms_norm_eps", self.rms_norm_eps, "finite and > 0", 0 < self.rms_norm_eps < math.inf)
         finite_theta = math.isfinite(self.rope_theta) and self.rope_theta > 0
         _require("rope_theta", self.rope_theta, "finite and > 0", finite_theta)
         in_vocab = 0 <= self.mask_token_id < self.vocab_size

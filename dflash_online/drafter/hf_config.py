@@ -9,6 +9,7 @@ fields, ConfigError for values out of bounds. Source: DFlash specification, sect
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -186,8 +187,7 @@ class ConfigFields:
 def _rope_parameters(config: DrafterConfig) -> dict[str, Any]:
     if config.yarn is None:
         return {"rope_theta": config.rope_theta, "rope_type": "default"}
-    scaling = {name: value for name, value in asdict(config.yarn).items() if value is not None}
-    return scaling | {"rope_theta": config.rope_theta, "rope_type": "yarn"}
+    return asdict(config.yarn) | {"rope_theta": config.rope_theta, "rope_type": "yarn"}
 
 
 def _rope_fields(layout: ConfigFields, path: str) -> ConfigFields:
@@ -208,15 +208,17 @@ def _rope_fields(layout: ConfigFields, path: str) -> ConfigFields:
 def _yarn(rope: ConfigFields, path: str) -> YarnScaling | None:
     if rope.get("rope_type") != "yarn":
         return None
-    truncate, factor = rope.get("truncate"), rope.get("attention_factor")
-    return YarnScaling(
+    yarn = YarnScaling(
         factor=rope.number("factor"),
         original_max_position_embeddings=rope.integer("original_max_position_embeddings"),
         beta_fast=rope.number("beta_fast", default=32.0),
         beta_slow=rope.number("beta_slow", default=1.0),
-        truncate=truncate is None or rope.flag("truncate"),
-        attention_factor=None if factor is None else rope.number("attention_factor"),
+        truncate=rope.get("truncate") is None or rope.flag("truncate"),
     )
+    stated = rope.number("attention_factor", default=yarn.attention_factor)
+    if not math.isclose(stated, yarn.attention_factor, rel_tol=1e-6):
+        raise UnsupportedCheckpointError(path, f"DFlash with a YaRN attention_factor of {stated}")
+    return yarn
 
 
 def _refuse_speculators(fields: Mapping[str, Any], path: str) -> None:

@@ -23,8 +23,8 @@ from dflash_online.errors import CheckpointError, ConfigError, UnsupportedCheckp
 
 VERSION = "0.9.0"
 
-# Copies of the target's tensors: 0.9.0 leaves them out of its files and takes them from the target at load;
-# files of older versions repeat them.
+# Copies of the target's tensors: 0.9.0 leaves them out of its files and takes them from the target at load,
+# over those that a file has.
 BORROWED_TENSORS = frozenset(
     ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight")
 )

@@ -302,6 +302,22 @@ def test_other_families_are_known_by_their_tensors_when_the_config_says_nothing(
         load_checkpoint(folder)
 
 
+def test_a_mask_embedding_of_its_own_is_refused(tmp_path):
+    folder = saved(tmp_path / "v")
+    (folder / "mask_embedding.pt").write_bytes(b"")
+    with pytest.raises(UnsupportedCheckpointError, match=r"mask embedding of its own: mask_embedding\.pt"):
+        load_checkpoint(folder)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "no_such_type", "nn"])
+def test_a_config_whose_type_is_no_floating_type_is_refused(tmp_path, dtype):
+    folder = saved(tmp_path / "v")
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(fields | {"dtype": dtype}))
+    with pytest.raises(TensorMismatchError, match=f"dtype '{dtype}' is no floating type"):
+        load_checkpoint(folder)
+
+
 def test_a_config_of_another_hidden_size_names_tensor_shape_and_bound(tmp_path):
     folder = saved(tmp_path / "v")
     fields = json.loads((folder / "config.json").read_text())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from dflash_online.drafter.config import DrafterConfig, YarnScaling
@@ -101,12 +103,18 @@ def test_yarn_is_read_from_older_and_newer_layouts(place):
         ({"factor": 0.5}, "yarn factor must be finite and >= 1, got 0.5"),
         ({"original_max_position_embeddings": 0}, "yarn original_max_position_embeddings must be at least 1"),
         ({"beta_fast": 1}, r"yarn beta_slow, beta_fast must be rising and > 0, got \(1.0, 1.0\)"),
-        ({"attention_factor": 0}, "yarn attention_factor must be finite and > 0"),
     ],
 )
 def test_bounds_of_yarn_are_checked(change, message):
     with pytest.raises(ConfigError, match=message):
         config_from_json(QWEN3_4B | {"rope_scaling": YARN | change})
+
+
+def test_yarn_with_an_attention_factor_of_its_own_is_refused():
+    as_implied = {"rope_scaling": YARN | {"attention_factor": 0.1 * math.log(32.0) + 1}}
+    assert config_from_json(QWEN3_4B | as_implied).yarn is not None
+    with pytest.raises(UnsupportedCheckpointError, match=r"YaRN attention_factor of 1\.0"):
+        config_from_json(QWEN3_4B | {"rope_scaling": YARN | {"attention_factor": 1.0}})
 
 
 def test_missing_layer_ids_are_chosen_by_the_width_of_fc_never_by_the_number_of_draft_layers():
