@@ -12,27 +12,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from dflash_online.bench.interval import Interval
 from dflash_online.bench.policy import CURRENT_POLICY, OFF_POLICY, PolicyEntry
 from dflash_online.bench.report import BenchReport, PassResult
 from dflash_online.errors import ConfigError
+from dflash_online.evaluate.interval import Interval
+from dflash_online.evaluate.plot import require_matplotlib
 
 Lines = Mapping[str, list[tuple[int, Interval]]]
 PassFigure = Callable[[PassResult], Interval | None]
 """What a plot shows of a pass."""
-
-
-def require_matplotlib(folder: Path) -> None:
-    """Fail now rather than after hours of measuring.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib.figure  # type: ignore[import-not-found, unused-ignore] # noqa: F401
-    except ImportError as error:
-        how = "left out, or used with matplotlib: pip install 'dflash-online[plots]'"
-        raise ConfigError("--plots", str(folder), how) from error
 
 
 def write_plots(report: BenchReport, folder: Path) -> list[Path]:

@@ -20,8 +20,8 @@ from typing import Any
 from rich.table import Table
 
 from dflash_online.bench.client import Answer, Exchange
-from dflash_online.bench.interval import Interval, mean_interval, ratio_interval, tau_interval
 from dflash_online.bench.policy import OFF_POLICY
+from dflash_online.evaluate.interval import Interval, mean_interval, ratio_interval, tau_interval
 
 BOOTSTRAP_SEED = 0
 """Of every interval: the same passes give the same report."""

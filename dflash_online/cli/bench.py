@@ -62,7 +62,7 @@ def bench(
     Exit code 1 when a request failed or two greedy outputs differ.
     """
     from dflash_online.bench.measure import BenchConfig
-    from dflash_online.bench.plot import require_matplotlib
+    from dflash_online.evaluate.plot import require_matplotlib
 
     if plots is not None:
         require_matplotlib(plots)

@@ -62,7 +62,7 @@ class EvaluationResult:
     @property
     def histogram(self) -> tuple[int, ...]:
         """Accepted drafts per round, pooled over records."""
-        return _pooled([record.histogram for record in self.records])
+        return pooled([record.histogram for record in self.records])
 
     @property
     def tau(self) -> float:
@@ -72,7 +72,7 @@ class EvaluationResult:
     @property
     def tau_all_anchors(self) -> float:
         """Pooled over every anchor: not what a server shows, but steadier on few records."""
-        return tau_of(_pooled([record.anchor_histogram for record in self.records]))
+        return tau_of(pooled([record.anchor_histogram for record in self.records]))
 
     @property
     def num_rounds(self) -> int:
@@ -137,7 +137,7 @@ def evaluate_drafter(
             num_accepted_A = is_right_AB[:, 1:].cumprod(dim=1).sum(dim=1)
         else:
             num_accepted_A = _accepted(hidden_ABH, frozen, batch)
-        rounds.append(_walk(record, anchor_A.tolist(), num_accepted_A.tolist(), batch.block_size))
+        rounds.append(walk_rounds(record, anchor_A.tolist(), num_accepted_A.tolist(), batch.block_size))
     return EvaluationResult(tuple(rounds), stats if with_slots else None)
 
 
@@ -180,7 +180,14 @@ def _count(is_right_AB: Tensor, batch: PackedBatch) -> SlotStatistics:
     return SlotStatistics.count(index_N % batch.block_size, is_right_N, no_loss_N, batch.block_size)
 
 
-def _walk(record: Record, anchors: list[int], num_accepted: list[int], block_size: int) -> RecordRounds:
+def walk_rounds(
+    record: Record, anchors: Sequence[int], num_accepted: Sequence[int], block_size: int
+) -> RecordRounds:
+    """The rounds of a server that accepts `num_accepted[i]` drafts at `anchors[i]`, over one record.
+
+    Args:
+        anchors: every anchor of the record.
+    """
     accepted_at = dict(zip(anchors, num_accepted, strict=True))
     histogram, anchor_histogram = [0] * block_size, [0] * block_size
     for accepted in num_accepted:
@@ -211,6 +218,7 @@ def _num_equal(drafts: Sequence[int], tokens: Sequence[int]) -> int:
     return next((index for index, (draft, token) in pairs if draft != token), min(len(drafts), len(tokens)))
 
 
-def _pooled(histograms: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+def pooled(histograms: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    """Sum of histograms of one length."""
     columns = list(zip(*histograms, strict=True))
     return tuple(sum(column) for column in columns)

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from dflash_online.errors import PromptError
-from dflash_online.prompts.item import Message
+from dflash_online.errors import ConfigError, PromptError
+from dflash_online.prompts.item import Message, PromptItem
 
 _PROBE = "DFLASH PROBE"
 
@@ -64,6 +64,43 @@ def render_conversation(
             raise PromptError("chat template", None, f"turn {index}: no end-of-turn token {end_id} behind it")
         spans.append((start, end))
     return ids, spans
+
+
+def render_item(
+    tokenizer: ChatTokenizer, item: PromptItem, **kwargs: Any
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """Token ids of any prompt, and the spans of its answers when it is a finished conversation, else none.
+
+    Raises:
+        PromptError: nothing to answer or to learn from, or the template refuses the turns.
+    """
+    spans: list[tuple[int, int]] = []
+    if item.messages is None:
+        ids = list(tokenizer(item.text or "")["input_ids"])
+    elif item.conversation:
+        ids, spans = render_conversation(tokenizer, item.messages, **kwargs)
+        if not spans:
+            raise PromptError(item.origin, None, "no assistant token to learn from")
+    else:
+        ids = render_prompt(tokenizer, item.messages, **kwargs)
+    if not ids:
+        raise PromptError(item.origin, None, "no token at all")
+    return ids, spans
+
+
+def load_tokenizer(folder: str) -> ChatTokenizer:
+    """The tokenizer of a target's folder. Takes seconds.
+
+    Raises:
+        ConfigError: the folder holds no tokenizer.
+    """
+    from transformers import AutoTokenizer  # seconds to import; most commands need none
+
+    try:
+        tokenizer: ChatTokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as exc:
+        raise ConfigError("target_path", folder, f"a folder with a tokenizer ({exc})") from exc
+    return tokenizer
 
 
 def _render(tokenizer: ChatTokenizer, messages: Sequence[Message], *, is_prompt: bool, **kwargs: Any) -> str:

@@ -14,10 +14,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_online.errors import ConfigError, PromptError
+from dflash_online.errors import ConfigError
 from dflash_online.prompts.item import PromptItem, parse_row
 from dflash_online.prompts.read import open_prompts, split_prompts
-from dflash_online.prompts.template import ChatTokenizer, render_conversation, render_prompt
+from dflash_online.prompts.template import ChatTokenizer, render_item
 from dflash_online.target.client import CaptureRequest
 from dflash_online.wire.record import RecordSource
 from trainer.runs.config import RunConfig
@@ -74,32 +74,14 @@ def load_prompts(config: RunConfig) -> LoadedPrompts:
     )
 
 
-def load_tokenizer(folder: str) -> ChatTokenizer:
-    """The target's tokenizer. Blocks.
-
-    Raises:
-        ConfigError: the folder holds no tokenizer.
-    """
-    from transformers import AutoTokenizer  # seconds to import; only a service with a run needs it
-
-    try:
-        tokenizer: ChatTokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as exc:
-        raise ConfigError("target_path", folder, f"a folder with a tokenizer ({exc})") from exc
-    return tokenizer
-
-
 def make_request(plan: PlannedCapture, tokenizer: ChatTokenizer, config: RunConfig) -> CaptureRequest:
     """Render a prompt by the target's template. Blocks for about a millisecond per thousand tokens.
 
     Raises:
         PromptError: the template refuses it, or nothing of it is supervised.
     """
-    item, kwargs = plan.item, config.chat_template_kwargs
-    if item.messages is not None and item.conversation:
-        ids, spans = render_conversation(tokenizer, item.messages, **kwargs)
-        if not spans:
-            raise PromptError(item.origin, None, "no assistant token to learn from")
+    ids, spans = render_item(tokenizer, plan.item, **config.chat_template_kwargs)
+    if spans:
         return CaptureRequest(
             mode="prefill",
             input_ids=tuple(ids),
@@ -108,12 +90,6 @@ def make_request(plan: PlannedCapture, tokenizer: ChatTokenizer, config: RunConf
             cursor=plan.position,
             source=RecordSource.CONVERSATION,
         )
-    if item.messages is not None:
-        ids = render_prompt(tokenizer, item.messages, **kwargs)
-    else:
-        ids = list(tokenizer(item.text or "")["input_ids"])
-    if not ids:
-        raise PromptError(item.origin, None, "no token at all")
     return CaptureRequest(
         input_ids=tuple(ids),
         sampling_params=config.sampling.as_params(),

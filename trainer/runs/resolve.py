@@ -17,9 +17,9 @@ from dflash_online.distill.recipe import RECIPES
 from dflash_online.drafter.config import FC_ALL, DrafterConfig
 from dflash_online.drafter.version import DrafterVersion
 from dflash_online.errors import ConfigError, TargetRefusedError
-from dflash_online.prompts.template import ChatTokenizer
+from dflash_online.prompts.template import ChatTokenizer, load_tokenizer
 from dflash_online.target.client import TargetClient
-from trainer.feed.prompts import LoadedPrompts, load_prompts, load_tokenizer
+from trainer.feed.prompts import LoadedPrompts, load_prompts
 from trainer.loop.setup import drafter_config
 from trainer.rollout.identity import check_info
 from trainer.runs.config import RunConfig

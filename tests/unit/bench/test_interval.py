@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from dflash_online.bench.interval import mean_interval, ratio_interval, tau_interval
+from dflash_online.evaluate.interval import mean_interval, ratio_interval, tau_interval
 
 
 def test_the_interval_of_a_mean_has_the_width_of_the_normal_theory() -> None:

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from dflash_online.bench.client import Answer, Exchange
-from dflash_online.bench.plot import require_matplotlib, write_plots
+from dflash_online.bench.plot import write_plots
 from dflash_online.bench.report import AcceptanceDelta, BenchReport, PassResult
 from dflash_online.errors import ConfigError
+from dflash_online.evaluate.plot import require_matplotlib
 
 
 def one_pass(policy: str, num_nodes: int, tpot_s: float) -> PassResult:

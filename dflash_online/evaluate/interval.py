@@ -1,6 +1,6 @@
-"""95 % bootstrap intervals of what a benchmark reports.
+"""95 % bootstrap intervals of what a benchmark or an evaluation reports.
 
-    seconds per prompt | acceptance histogram --> Interval --> report, plots
+    seconds per prompt | acceptance histogram | histograms per record --> Interval --> report, plots
 
 Prompts are resampled for means and ratios. The server counts acceptance per verify step and not per prompt,
 so for tau the steps are resampled: that takes the steps of one prompt as independent, and as they are alike
@@ -64,6 +64,22 @@ def ratio_interval(above: Sequence[float], below: Sequence[float], *, seed: int)
         return None
     low, high = np.quantile(above_N[picks].mean(1) / below_R, _QUANTILES)
     return Interval(float(above_N.mean() / below_N.mean()), float(low), float(high), len(above_N))
+
+
+def pooled_tau_interval(histograms: Sequence[Sequence[int]], *, seed: int) -> Interval | None:
+    """Of tau pooled over the rounds of all records; entry a of a record's histogram counts its rounds with a
+    accepted drafts. Records are resampled, since rounds of one record are alike.
+
+    Returns:
+        None with fewer than two records that have a round.
+    """
+    counts_NA = np.asarray([row for row in histograms if sum(row)], dtype=np.float64)
+    if len(counts_NA) < 2:
+        return None
+    accepted_N, rounds_N = counts_NA @ np.arange(counts_NA.shape[1]), counts_NA.sum(1)
+    picks = np.random.default_rng(seed).integers(len(counts_NA), size=(NUM_RESAMPLES, len(counts_NA)))
+    low, high = np.quantile(1 + accepted_N[picks].sum(1) / rounds_N[picks].sum(1), _QUANTILES)
+    return Interval(float(1 + accepted_N.sum() / rounds_N.sum()), float(low), float(high), len(counts_NA))
 
 
 def tau_interval(histogram: Sequence[int], *, seed: int) -> Interval | None:
