@@ -1,19 +1,21 @@
-"""Rivals import beside our dependencies, and one that is not installed is named, not passed over."""
+"""A rival lies in its own process's path only, and one that is not installed is named, not passed over."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
+from importlib.util import find_spec
 
 import pytest
 
 from tests.rival import Rival
 
 
-@pytest.mark.rival("specforge")
-def test_the_rival_imports_from_its_own_folder(rival):
-    said = rival.run("import specforge.algorithms.common.dflash_family_model as m; print('from', m.__file__)")
-    assert said.splitlines()[-1].startswith(f"from {rival.folder}/specforge/")
+@pytest.mark.rival("dflash")
+def test_a_rival_is_found_in_its_own_folder_and_nowhere_else(rival):
+    said = rival.run("from importlib.util import find_spec; print(find_spec('dflash').origin)")
+    assert said.strip() == f"{rival.folder}/dflash/__init__.py"
+    assert find_spec("dflash") is None
 
 
 def test_a_rival_of_another_version_or_without_a_folder_is_not_installed(tmp_path, monkeypatch):

@@ -5,38 +5,14 @@ from __future__ import annotations
 import math
 
 import pytest
+from published import PUBLISHED
 
-from dflash_online.drafter.config import DrafterConfig, YarnScaling
+from dflash_online.drafter.config import DrafterConfig, YarnScaling, select_layer_ids
 from dflash_online.drafter.hf_config import config_from_json, config_to_json
+from dflash_online.drafter.tensors import expected_shapes
 from dflash_online.errors import CheckpointError, ConfigError, DflashOnlineError, UnsupportedCheckpointError
 
-QWEN3_4B = {
-    "architectures": ["DFlashDraftModel"],
-    "attention_bias": False,
-    "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
-    "block_size": 16,
-    "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
-    "dtype": "bfloat16",
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 2560,
-    "intermediate_size": 9728,
-    "layer_types": ["full_attention"] * 5,
-    "max_position_embeddings": 40960,
-    "max_window_layers": 5,
-    "model_type": "qwen3",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 5,
-    "num_key_value_heads": 8,
-    "num_target_layers": 36,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
+QWEN3_4B = PUBLISHED["Qwen3-4B"]
 
 
 def newer_layout() -> dict:
@@ -65,6 +41,20 @@ def test_every_published_layout_gives_the_same_config(fields):
         mask_token_id=151669,
         block_size=16,
     )
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_read_and_what_is_written_reads_back(name):
+    config = config_from_json(PUBLISHED[name])
+    assert config_from_json(config_to_json(config)) == config
+    num_features = len(config.target_layer_ids)
+    assert config.target_layer_ids == select_layer_ids(config.num_target_layers, num_features)
+
+
+@pytest.mark.parametrize(("name", "billions"), [("Qwen3-4B", 0.54), ("Qwen3.6-27B", 1.73)])
+def test_published_drafters_have_their_published_number_of_parameters(name, billions):
+    shapes = expected_shapes(config_from_json(PUBLISHED[name])).values()
+    assert sum(map(math.prod, shapes)) / 1e9 == pytest.approx(billions, abs=0.005)
 
 
 def test_what_is_written_reads_back():
