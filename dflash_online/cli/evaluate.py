@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +18,7 @@ from dflash_online.errors import ConfigError
 if TYPE_CHECKING:
     from dflash_online.drafter.checkpoint import Checkpoint
     from dflash_online.evaluate.harness import Harness
+    from dflash_online.evaluate.table import Reports
     from dflash_online.wire.record import Record
 
 EXAMPLE = (
@@ -53,9 +55,7 @@ def evaluate(
     as_json: JsonOption = False,
 ) -> None:
     """tau by chain, by trees and by the top-8 oracle; accuracy, loss and calibration per slot."""
-    from dflash_online.evaluate.harness import compare_reports
     from dflash_online.evaluate.plot import require_matplotlib, write_plots
-    from dflash_online.evaluate.table import length_table, paired_table, slot_table, tau_table
 
     if plots is not None:
         require_matplotlib(plots)
@@ -67,48 +67,58 @@ def evaluate(
         for harness in harnesses.values():
             harness.add(record)
     reports = {label: harness.report for label, harness in harnesses.items()}
-    for label, report in reports.items():
-        for reason, count in report.left_out.items():
-            console.print(f"{label}: {count} records left out: {reason}", markup=False)
-        if not report.record_ids:
-            raise ConfigError(
-                "--records" if records else "--prompts", str(records or prompts), "usable records"
-            )
+    _name_left_out(reports, console, "--records" if records else "--prompts", str(records or prompts))
+    _show(reports, checkpoints, console)
     result: dict[str, Any] = {
         "drafters": [
-            {
-                "version": str(checkpoint.version),
-                "path": str(checkpoint.path),
-                "fc_weight_std": _fc_std(checkpoint),
-            }
-            | report.to_json(seed=seed)
+            _identity(checkpoint) | report.to_json(seed=seed)
             for checkpoint, report in zip(checkpoints, reports.values(), strict=True)
         ]
     }
-    for table in (tau_table(reports), slot_table(reports), length_table(reports)):
-        console.print(table)
-    for label, checkpoint in zip(reports, checkpoints, strict=True):
-        error = reports[label].calibration_error
-        console.print(f"{label}: calibration error {error:.3f}, std of fc.weight {_fc_std(checkpoint):.4f}")
     if len(reports) == 2:
-        first, second = reports.values()
-        pairs = {name: compare_reports(second, first, reading=name, seed=seed) for name in first.histograms}
-        console.print(paired_table(pairs))
-        result["paired"] = {
-            name: {
-                "mean_difference": pair.mean_difference,
-                "ci_low": pair.ci_low,
-                "ci_high": pair.ci_high,
-                "win_rate": pair.win_rate,
-                "num_records": pair.num_records,
-            }
-            for name, pair in pairs.items()
-        }
+        result["paired"] = _compare(reports, seed, console)
     if plots is not None:
         result["plots"] = [str(path) for path in write_plots(reports, plots)]
     if out is not None:
         out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     finish(console, result, as_json=as_json)
+
+
+def _name_left_out(reports: Reports, console: Console, option: str, place: str) -> None:
+    for label, report in reports.items():
+        for reason, count in report.left_out.items():
+            console.print(f"{label}: {count} records left out: {reason}", markup=False)
+        if not report.record_ids:
+            raise ConfigError(option, place, "a source of records that this drafter can be measured on")
+
+
+def _show(reports: Reports, checkpoints: list[Checkpoint], console: Console) -> None:
+    from dflash_online.evaluate.table import length_table, slot_table, tau_table
+
+    for table in (tau_table(reports), slot_table(reports), length_table(reports)):
+        console.print(table)
+    for (label, report), checkpoint in zip(reports.items(), checkpoints, strict=True):
+        error, std = report.calibration_error, _fc_std(checkpoint)
+        console.print(f"{label}: calibration error {error:.3f}, std of fc.weight {std:.4f}", markup=False)
+
+
+def _compare(reports: Reports, seed: int, console: Console) -> dict[str, Any]:
+    """The first drafter against the second."""
+    from dflash_online.evaluate.harness import compare_reports
+    from dflash_online.evaluate.table import paired_table
+
+    first, second = reports.values()
+    pairs = {name: compare_reports(second, first, reading=name, seed=seed) for name in first.histograms}
+    console.print(paired_table(pairs))
+    return {name: asdict(pair) for name, pair in pairs.items()}
+
+
+def _identity(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {
+        "version": str(checkpoint.version),
+        "path": str(checkpoint.path),
+        "fc_weight_std": _fc_std(checkpoint),
+    }
 
 
 def _load(folder: Path, target: Path) -> Checkpoint:

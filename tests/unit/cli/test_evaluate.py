@@ -43,25 +43,76 @@ def run(*arguments: str) -> int:
     return ended.value.code
 
 
+def options(folders: dict[str, str], *names: str) -> list[str]:
+    return [text for name in names for text in (f"--{name}", folders[name])]
+
+
 def test_eval_reports_what_the_library_measures(
-    folders: dict[str, str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = [text for name, folder in folders.items() for text in (f"--{name}", folder)]
-    assert run("eval", *options, "--json") == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    records = [tiny_record(20, ((6, 20),), seed=seed, record_id=f"r{seed}") for seed in (0, 1)]
-    wanted = evaluate_drafter(tiny_drafter(), FrozenHead.from_folder(Path(folders["target"])), records)
-    assert found["drafter_version"].startswith("3-")
-    assert (found["num_records"], found["num_rounds"]) == (2, wanted.num_rounds)
-    assert found["tau_chain"] == pytest.approx(wanted.tau)
-    assert found["histogram"] == list(wanted.histogram)
-    assert len(found["top1_per_slot"]) == tiny_config().num_drafts
-
-
-def test_eval_without_records_names_the_folder(
     folders: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    arguments = options(folders, "drafter", "target", "records")
+    assert run("eval", *arguments, "--nodes", "4,2", "--out", str(tmp_path / "out.json"), "--json") == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert json.loads((tmp_path / "out.json").read_text()) == result
+    (found,) = result["drafters"]
+    records = [tiny_record(20, ((6, 20),), seed=seed, record_id=f"r{seed}") for seed in (0, 1)]
+    wanted = evaluate_drafter(tiny_drafter(), FrozenHead.from_folder(Path(folders["target"])), records)
+    assert found["version"].startswith("3-")
+    assert (found["num_records"], found["left_out"]) == (2, {})
+    assert list(found["tau"]) == ["chain", "ddtree_nodes_2", "ddtree_nodes_4", "top8_oracle"]
+    assert found["tau"]["chain"]["tau"] == pytest.approx(wanted.tau)
+    assert found["tau"]["chain"]["histogram"] == list(wanted.histogram)
+    assert len(found["top1_per_slot"]) == tiny_config().num_drafts
+    assert found["fc_weight_std"] > 0
+
+
+def test_eval_compares_two_drafters_on_the_same_records(
+    folders: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_config()
+    tensors = export_tensors(tiny_drafter(config, seed=4), config)
+    save_checkpoint(tmp_path / "other", config, tensors, training=TrainingInfo(number=4))
+    arguments = options(folders, "drafter", "target", "records")
+    assert run("eval", *arguments, "--against", str(tmp_path / "other"), "--json") == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    first, second = (found["tau"]["chain"]["tau"] for found in result["drafters"])
+    paired = result["paired"]["chain"]
+    assert paired["num_records"] == 2
+    assert paired["ci_low"] <= paired["mean_difference"] <= paired["ci_high"]
+    assert (paired["mean_difference"] > 0) == (first > second)
+
+
+def test_eval_passes_over_a_file_that_is_no_record_and_says_so(
+    folders: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (Path(folders["records"]) / "0.rec").write_bytes(b"nonsense")
+    assert run("eval", *options(folders, "drafter", "target", "records"), "--json") == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out.splitlines()[-1])["drafters"][0]["num_records"] == 1
+    assert "0.rec: left out" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["--records", "EMPTY"], "--records must be a folder that holds record files"),
+        ([], "--records, --prompts must be exactly one of the two"),
+        (["--records", "RECORDS", "--prompts", "x"], "--records, --prompts must be exactly one of the two"),
+        (["--records", "RECORDS", "--url", "http://x"], "--url must be used with --prompts only"),
+        (["--records", "RECORDS", "--nodes", "0"], "nodes must be in 1..512, got 0"),
+        (["--records", "RECORDS", "--nodes", "a"], "--nodes must be numbers with commas between them"),
+        (["--prompts", "/nowhere.jsonl"], "/nowhere.jsonl"),
+    ],
+)
+def test_what_eval_cannot_use_is_named(
+    folders: dict[str, str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    changes: list[str],
+    message: str,
+) -> None:
     (tmp_path / "empty").mkdir()
-    options = ["--drafter", folders["drafter"], "--target", folders["target"]]
-    assert run("eval", *options, "--records", str(tmp_path / "empty")) == 2
-    assert "--records must be a folder that holds record files" in capsys.readouterr().err.replace("\n", " ")
+    places = {"EMPTY": str(tmp_path / "empty"), "RECORDS": folders["records"]}
+    arguments = [places.get(text, text) for text in changes]
+    assert run("eval", *options(folders, "drafter", "target"), *arguments) == 2
+    assert message in capsys.readouterr().err.replace("\n", " ")
