@@ -7,9 +7,8 @@ records: label agreement, top-1 accuracy per slot (teacher-forced), chain tau. T
 direction and size; this script runs several seeds, prints a table, and draws the plot of docs/three-bugs.md.
 Last line: one JSON object. Bugs: recipes of a real project; DFlash specification C.7, items 1 to 3.
 
-The target is trained here, in about a minute, mostly on the next letter and a little on what its deepest
-hooked layer makes of it: a small model leaves more to its last layer than a large one does, and labels made
-from the layer before would be poor.
+The target is trained here, in about a minute. Its deepest hooked layer is one before the last, and labels made
+from it agree with the target's tokens in about six of ten cases.
 
     python benchmarks/three_bugs.py --seeds 3 --plot docs/three-bugs.png --out RESULT.json
 
@@ -28,7 +27,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-import torch.nn.functional as F
 import typer
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -52,7 +50,6 @@ PROMPT_LENGTH, ANSWER_LENGTH = 32, 96
 BLOCK_SIZE = 8
 # The deviation of the noise, as a share of that of the deepest features.
 NOISE_SHARE = 1.0
-EARLY_SHARE = 0.2
 NUM_TARGET_STEPS, NUM_RECORDS, NUM_DRAFTER_STEPS = 400, 320, 300
 
 
@@ -78,13 +75,14 @@ class Arm:
 
 def recipe_pairs(noise: FeatureNoise) -> dict[str, tuple[Recipe, Recipe]]:
     """Name of the bug to the recipe without and with it."""
-    clean = Recipe(name="clean", label_source="verifier", gamma=4.0, noise=noise)
     tokens = Recipe(name="tokens", gamma=4.0)
-    soft = {"kl_share": 1.0, "kl_temperature": 2.0, "gamma": 10.0}
+    verifier = replace(tokens, name="verifier", label_source="verifier")
+    noisy = replace(verifier, name="verifier, noise", noise=noise)
+    soft = replace(verifier, name="soft KL", kl_share=1.0, kl_temperature=2.0, gamma=10.0)
     return {
-        "noise reaches the labels": (clean, replace(clean, noise_reaches_labels=True)),
+        "noise reaches the labels": (noisy, replace(noisy, noise_reaches_labels=True)),
         "fc without the deepest layer": (tokens, replace(tokens, fc_layers="all_but_last")),
-        "soft KL with gamma 10": (tokens, replace(tokens, **soft)),
+        "soft KL with gamma 10": (verifier, soft),
     }
 
 
@@ -118,15 +116,13 @@ def trained_target(text_T: Tensor, *, num_steps: int) -> tuple[LlamaForCausalLM,
     for _ in range(num_steps):
         start_R = torch.randint(len(text_T) - 128, (16,), generator=generator)
         batch_RT = text_T[start_R[:, None] + torch.arange(128)]
-        output = target(input_ids=batch_RT, labels=batch_RT, output_hidden_states=True)
-        exit_RTV = target.lm_head(target.model.norm(output.hidden_states[LAYER_IDS[-1] + 1]))
-        early = F.cross_entropy(exit_RTV[:, :-1].flatten(0, 1), batch_RT[:, 1:].flatten())
+        loss = target(input_ids=batch_RT, labels=batch_RT).loss
         optimizer.zero_grad()
-        (output.loss + EARLY_SHARE * early).backward()
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(target.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        losses.append(output.loss.item())
+        losses.append(loss.item())
     return target.eval().requires_grad_(False), statistics.fmean(losses[-20:])
 
 
