@@ -7,8 +7,8 @@ records: label agreement, top-1 accuracy per slot (teacher-forced), chain tau. T
 direction and size; this script runs several seeds, prints a table, and draws the plot of docs/three-bugs.md.
 Last line: one JSON object. Bugs: recipes of a real project; DFlash specification C.7, items 1 to 3.
 
-The target is trained here, in about a minute. Its deepest hooked layer is one before the last, and labels made
-from it agree with the target's tokens in about six of ten cases.
+The target is trained here, in about a minute. Its deepest hooked layer is one before the last, and labels
+made from it agree with the target's tokens in about six of ten cases.
 
     python benchmarks/three_bugs.py --seeds 3 --plot docs/three-bugs.png --out RESULT.json
 
