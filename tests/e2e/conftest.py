@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,11 +29,10 @@ from dflash_online.process.port import free_port
 from dflash_online.process.service import Service
 from dflash_online.target.frozen import FrozenHead
 from dflash_online.target.model_info import TargetModelInfo
-from tests.e2e.target_server import PROMPTS, TargetServer, chat_text, target_command
+from dflash_online.wire.record import Record
+from tests.e2e.target_server import CONTEXT_LENGTH, PROMPTS, TargetServer, chat_text, target_command
 
-CONTEXT_LENGTH = 512
 MAX_NODES = 64
-NUM_TRAINING_STEPS = 80
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -74,26 +74,13 @@ def frozen(model_folder: Path) -> FrozenHead:
     return FrozenHead.from_folder(model_folder, dtype=torch.float32)
 
 
-@pytest.fixture(scope="package")
-def server(
-    model_folder: Path, drafters: list[Path], tmp_path_factory: pytest.TempPathFactory
+@contextmanager
+def serving(
+    model: Path, drafter: Path, log: Path, own_flags: list[str], sglang_flags: list[str]
 ) -> Iterator[TargetServer]:
+    """A server of our own, up and answering; fails when it has ended by the time it is given back."""
     port = free_port()
-    flags = ["--chunked-prefill-size", "64", "--context-length", str(CONTEXT_LENGTH)]
-    command = target_command(
-        model_folder,
-        drafters[0],
-        port,
-        "--capture-slots",
-        "8",
-        "--capture-tokens",
-        "600",
-        "--max-nodes",
-        str(MAX_NODES),
-        "--",
-        *flags,
-    )
-    log = tmp_path_factory.mktemp("server") / "target.log"
+    command = target_command(model, drafter, port, *own_flags, "--", *sglang_flags)
     with Service("target", command, log) as service:
         url = f"http://127.0.0.1:{port}"
         service.wait_ready(f"{url}/dflash/info", timeout_s=300.0, on_wait=lambda _: None)
@@ -101,6 +88,17 @@ def server(
             _wait_until_serving(client)
             yield TargetServer(client, log)
         service.require_running()
+
+
+@pytest.fixture(scope="package")
+def server(
+    model_folder: Path, drafters: list[Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TargetServer]:
+    log = tmp_path_factory.mktemp("server") / "target.log"
+    own = ["--capture-slots", "8", "--capture-tokens", "600", "--max-nodes", str(MAX_NODES)]
+    flags = ["--chunked-prefill-size", "64", "--context-length", str(CONTEXT_LENGTH)]
+    with serving(model_folder, drafters[0], log, own, flags) as target:
+        yield target
 
 
 @pytest.fixture(scope="package")
@@ -116,18 +114,7 @@ def trained_drafter(
         server.capture(text=chat_text(prompt), sampling_params={"temperature": 0.0, "max_new_tokens": 32})
         for prompt in PROMPTS
     ]
-    torch.manual_seed(0)
-    drafter, generator = initialize(drafter_config, seed=4), torch.Generator().manual_seed(4)
-    optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
-    for _ in range(NUM_TRAINING_STEPS):
-        batch = pack_records(
-            records, block_size=drafter_config.block_size, num_anchors=48, generator=generator
-        )
-        result = block_objective(drafter, frozen, batch, ZLAB)
-        optimizer.zero_grad()
-        (result.loss_sum / result.denominator).backward()
-        torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
-        optimizer.step()
+    drafter = overfit(drafter_config, frozen, records, steps=80)
     folder = tmp_path_factory.mktemp("trained") / "v4"
     tensors = export_tensors(drafter, drafter_config)
     save_checkpoint(folder, drafter_config, tensors, training=TrainingInfo(number=4))
@@ -162,4 +149,18 @@ def chain_server(server: TargetServer, drafters: list[Path]) -> TargetServer:
 def load_drafter(config: DrafterConfig, tensors: dict[str, torch.Tensor]) -> DFlashDrafter:
     drafter = DFlashDrafter(config)
     drafter.load_state_dict(tensors)
+    return drafter.eval()
+
+
+def overfit(config: DrafterConfig, frozen: FrozenHead, records: list[Record], steps: int) -> DFlashDrafter:
+    """A drafter that knows these records, so that real drafts are accepted in a test of seconds."""
+    drafter, generator = initialize(config, seed=4), torch.Generator().manual_seed(4)
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    for _ in range(steps):
+        batch = pack_records(records, block_size=config.block_size, num_anchors=48, generator=generator)
+        result = block_objective(drafter, frozen, batch, ZLAB)
+        optimizer.zero_grad()
+        (result.loss_sum / result.denominator).backward()
+        torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
+        optimizer.step()
     return drafter.eval()

@@ -15,6 +15,7 @@ from safetensors.torch import load
 from dflash_online.wire.codec import decode_record
 from dflash_online.wire.record import Record
 
+CONTEXT_LENGTH = 512
 PROMPTS = [
     "Write a Python function that reverses a string.",
     "What is the capital of France?",
@@ -73,9 +74,19 @@ class TargetServer:
 
     def generate_all(self, texts: list[str], concurrency: int, **sampling: Any) -> list[list[int]]:
         """Output ids of each text, in order."""
-        with ThreadPoolExecutor(concurrency) as pool:
-            answers = pool.map(lambda text: self.generate(text, **sampling), texts)
+        return self.generate_each([(text, sampling) for text in texts], concurrency)
+
+    def generate_each(
+        self, requests: list[tuple[str, dict[str, Any]]], concurrency: int | None = None
+    ) -> list[list[int]]:
+        """Output ids of texts with sampling settings of their own, in order; None: all at a time."""
+        with ThreadPoolExecutor(concurrency or len(requests)) as pool:
+            answers = pool.map(lambda request: self.generate(request[0], **request[1]), requests)
             return [answer["output_ids"] for answer in answers]
+
+    def num_used_tokens(self) -> int:
+        """Slots of the key-value cache that hold something, cached prefixes included."""
+        return int(self.client.get("/v1/loads").json()["loads"][0]["num_used_tokens"])
 
     def capture(self, **body: Any) -> Record:
         answer = self.client.post("/dflash/capture", json=body)

@@ -13,7 +13,10 @@ import torch
 from scipy.stats import chisquare
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.e2e.conftest import CONTEXT_LENGTH
+from tests.e2e.assertions import (
+    assert_stop_strings_and_log_probabilities_survive,
+    assert_the_context_limit_ends_a_request,
+)
 from tests.e2e.target_server import PROMPTS, TargetServer, chat_text
 
 TEXTS = [chat_text(prompt) for prompt in PROMPTS]
@@ -70,33 +73,11 @@ def test_above_the_largest_batch_size_nothing_is_drafted(chain_server: TargetSer
 @pytest.mark.parametrize("mode", ["off", "chain"])
 def test_a_request_may_run_into_the_context_limit(chain_server: TargetServer, mode: str) -> None:
     chain_server.set_policy(mode)
-    # SGLang keeps a few tokens of the context for itself.
-    input_ids = [500 + i % 40 for i in range(CONTEXT_LENGTH - 12)]
-    body = {"input_ids": input_ids, "sampling_params": {"temperature": 0.0, "ignore_eos": True}}
-    answer = chain_server.post("/generate", body)
-    assert answer["meta_info"]["finish_reason"]["type"] == "length"
-    assert 5 <= len(answer["output_ids"]) <= 12
-    assert chain_server.client.get("/health").status_code == httpx.codes.OK
+    assert_the_context_limit_ends_a_request(chain_server)
 
 
 def test_stop_strings_and_log_probabilities_survive_a_chain(chain_server: TargetServer) -> None:
-    text = chat_text(PROMPTS[1])
-    chain_server.set_policy("off")
-    plain = chain_server.post("/generate", _with_logprobs(text))
-    chain_server.set_policy("chain")
-    chain = chain_server.post("/generate", _with_logprobs(text))
-    assert chain["text"] == plain["text"]
-    pairs = zip(
-        chain["meta_info"]["output_token_logprobs"], plain["meta_info"]["output_token_logprobs"], strict=True
-    )
-    for (found, token, _), (wanted, wanted_token, _) in pairs:
-        assert token == wanted_token
-        assert found == pytest.approx(wanted, abs=1e-3)
-
-
-def _with_logprobs(text: str) -> dict[str, Any]:
-    sampling = {"temperature": 0.0, "max_new_tokens": 24, "stop": ["."]}
-    return {"text": text, "sampling_params": sampling, "return_logprob": True}
+    assert_stop_strings_and_log_probabilities_survive(chain_server, "chain")
 
 
 def test_a_regular_expression_constrains_the_output_of_a_chain(chain_server: TargetServer) -> None:

@@ -14,21 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from dflash_online.distill.objective import block_objective
-from dflash_online.distill.pack import pack_records
-from dflash_online.distill.recipe import RECIPES
-from dflash_online.drafter.checkpoint import (
-    TrainingInfo,
-    export_tensors,
-    load_checkpoint,
-    save_checkpoint,
-)
+from dflash_online.drafter.checkpoint import load_checkpoint
 from dflash_online.drafter.config import DrafterConfig
-from dflash_online.drafter.init import initialize
 from dflash_online.drafter.model import DFlashDrafter
 from dflash_online.evaluate.tau import chain_walk
 from dflash_online.target.frozen import FrozenHead
-from dflash_online.wire.record import Record
 from tests.e2e.conftest import load_drafter
 from tests.e2e.target_server import PROMPTS, TargetServer, chat_text
 
@@ -117,34 +107,16 @@ def test_what_trains_is_what_serves_before_and_after_a_swap(
         )
 
 
-def overfit(config: DrafterConfig, frozen: FrozenHead, records: list[Record], steps: int) -> DFlashDrafter:
-    """A drafter that knows these records, so that real drafts are accepted in a test of seconds."""
-    drafter = initialize(config, seed=11)
-    optimizer = torch.optim.AdamW(drafter.parameters(), lr=2e-3)
-    generator = torch.Generator().manual_seed(5)
-    for _ in range(steps):
-        batch = pack_records(records, block_size=8, num_anchors=96, generator=generator)
-        result = block_objective(drafter, frozen, batch, RECIPES["zlab"])
-        optimizer.zero_grad()
-        (result.loss_sum / result.denominator).backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
-        optimizer.step()
-    return drafter.eval()
-
-
 def test_accepted_drafts_agree_with_the_offline_walk_and_keep_the_output(
-    chain_server: TargetServer, drafter_config: DrafterConfig, frozen: FrozenHead, tmp_path: Path
+    chain_server: TargetServer, trained_drafter: Path, drafter_config: DrafterConfig, frozen: FrozenHead
 ) -> None:
     """Trained weights, real acceptance: server and offline walk count the same drafts on the same text."""
     sampling = {"temperature": 0.0, "max_new_tokens": 40}
     texts = [chat_text(prompt) for prompt in PROMPTS[:6]]
     chain_server.set_policy("off")
     records = [chain_server.capture(text=text, sampling_params=sampling) for text in texts]
-    drafter = overfit(drafter_config, frozen, records, steps=60)
-    folder = tmp_path / "trained"
-    tensors = export_tensors(drafter, drafter_config)
-    save_checkpoint(folder, drafter_config, tensors, training=TrainingInfo(number=9))
-    chain_server.swap(folder)
+    drafter = load_drafter(drafter_config, load_checkpoint(trained_drafter).tensors)
+    chain_server.swap(trained_drafter)
     chain_server.set_policy("chain")
     before = chain_server.histograms()
     again = [chain_server.capture(text=text, sampling_params=sampling) for text in texts]

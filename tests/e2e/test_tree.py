@@ -6,11 +6,14 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import pytest
 from scipy.stats import chi2_contingency
 
-from tests.e2e.conftest import CONTEXT_LENGTH
+from dflash_online.evaluate.tau import tau_of
+from tests.e2e.assertions import (
+    assert_stop_strings_and_log_probabilities_survive,
+    assert_the_context_limit_ends_a_request,
+)
 from tests.e2e.target_server import PROMPTS, TargetServer, chat_text
 
 TEXTS = [chat_text(prompt) for prompt in PROMPTS]
@@ -20,10 +23,6 @@ TEXTS = [chat_text(prompt) for prompt in PROMPTS]
 def plain_outputs(server: TargetServer) -> list[list[int]]:
     server.set_policy("off")
     return server.generate_all(TEXTS, concurrency=1)
-
-
-def tau_of(histogram: list[int]) -> float:
-    return 1 + sum(a * n for a, n in enumerate(histogram)) / sum(histogram)
 
 
 @pytest.mark.parametrize(
@@ -106,27 +105,11 @@ def test_prefixes_cached_out_of_a_tree_are_right(
 
 def test_a_request_may_run_into_the_context_limit(tree_server: TargetServer) -> None:
     tree_server.set_policy("tree", num_nodes=64)
-    input_ids = [500 + i % 40 for i in range(CONTEXT_LENGTH - 12)]
-    body = {"input_ids": input_ids, "sampling_params": {"temperature": 0.0, "ignore_eos": True}}
-    answer = tree_server.post("/generate", body)
-    assert answer["meta_info"]["finish_reason"]["type"] == "length"
-    assert 5 <= len(answer["output_ids"]) <= 12
-    assert tree_server.client.get("/health").status_code == httpx.codes.OK
+    assert_the_context_limit_ends_a_request(tree_server)
 
 
 def test_stop_strings_and_log_probabilities_survive_a_tree(tree_server: TargetServer) -> None:
-    sampling = {"temperature": 0.0, "max_new_tokens": 24, "stop": ["."]}
-    body = {"text": TEXTS[1], "sampling_params": sampling, "return_logprob": True}
-    tree = tree_server.post("/generate", body)
-    tree_server.set_policy("off")
-    plain = tree_server.post("/generate", body)
-    assert tree["text"] == plain["text"]
-    pairs = zip(
-        tree["meta_info"]["output_token_logprobs"], plain["meta_info"]["output_token_logprobs"], strict=True
-    )
-    for (found, token, _), (wanted, wanted_token, _) in pairs:
-        assert token == wanted_token
-        assert found == pytest.approx(wanted, abs=1e-3)
+    assert_stop_strings_and_log_probabilities_survive(tree_server, "tree")
 
 
 def test_a_regular_expression_constrains_a_tree_as_it_does_plain_decoding(tree_server: TargetServer) -> None:
@@ -136,16 +119,27 @@ def test_a_regular_expression_constrains_a_tree_as_it_does_plain_decoding(tree_s
     assert tree == tree_server.generate(text, regex=pattern)["text"]
 
 
-def test_penalties_and_logit_bias_are_those_of_plain_decoding(tree_server: TargetServer) -> None:
+def test_logit_bias_is_that_of_plain_decoding(tree_server: TargetServer) -> None:
     settings: dict[str, Any] = {"logit_bias": {"284": -5.0, "260": 2.0}}
     trees = [tree_server.generate(text, **settings)["output_ids"] for text in TEXTS[:4]]
     tree_server.set_policy("off")
     assert trees == [tree_server.generate(text, **settings)["output_ids"] for text in TEXTS[:4]]
 
 
-def test_sampled_paths_follow_the_law_of_plain_decoding(tree_server: TargetServer) -> None:
-    """Three tokens at temperature 3, top 3, trees against no drafting: one law, by chi-square."""
-    sampling = {"temperature": 3.0, "top_k": 3, "max_new_tokens": 3, "ignore_eos": True}
+@pytest.mark.parametrize(
+    "law",
+    [
+        {"temperature": 3.0, "top_k": 3},
+        {"temperature": 1.0, "top_p": 0.9},
+        {"temperature": 1.5, "min_p": 0.1, "top_k": 20},
+    ],
+    ids=["top-k", "top-p", "min-p"],
+)
+def test_sampled_paths_follow_the_law_of_plain_decoding(
+    tree_server: TargetServer, law: dict[str, float]
+) -> None:
+    """Three sampled tokens, trees against no drafting: one law, by chi-square."""
+    sampling = {**law, "max_new_tokens": 3, "ignore_eos": True}
     counts = []
     for policy in ({"mode": "tree", "num_nodes": 32}, {"mode": "off"}):
         tree_server.set_policy(**policy)
