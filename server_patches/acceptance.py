@@ -1,11 +1,14 @@
 """Exact acceptance: how many drafts each verify step accepted, by drafter version and policy.
 
-    worker tags each result (StepTag) --> scheduler resolves counts on the host --> AcceptanceCounter
-        --> GET /dflash/acceptance and dflash:verify_steps_total on /metrics
+    worker tags each result (StepTag) --> scheduler resolves tokens on the host --> ResolvedStep
+        --> scheduler ends requests --> AcceptanceCounter --> GET /dflash/acceptance,
+        dflash:verify_steps_total
 
-Counted where SGLang itself updates a request's histogram, and under the same condition, so the sum over
-requests agrees with `meta_info.spec_correct_drafts_histogram`. Runs in the scheduler's loop; bounded by the
-number of versions served. Steps that drafted nothing are no verify steps and are not counted.
+Steps are taken where SGLang updates a request's histogram, and under the same condition. A step that ends
+its request at a length limit, a stop token or a stop string counts the drafts that the answer kept, so that
+the offline walk over the same text gives the same counts; `meta_info.spec_correct_drafts_histogram` counts
+all that fitted, and differs in that one step. Runs in the scheduler's loop; bounded by the number of
+versions served. Steps that drafted nothing are no verify steps and are not counted.
 """
 
 from __future__ import annotations
@@ -71,15 +74,37 @@ class AcceptanceCounter:
         ]
 
 
-def drafted_requests(result: Any, batch: Any) -> Iterator[tuple[StepTag, Any, int]]:
+@dataclass(frozen=True, slots=True)
+class ResolvedStep:
+    """One request's part of a verify step, before SGLang looks whether it ends the request."""
+
+    tag: StepTag
+    request: Any
+    num_accepted: int
+    num_tokens: int
+    """Appended to the request, bonus included; a grammar may have taken some back."""
+
+    def num_kept(self) -> int:
+        """Accepted drafts within the answer; call when the request's end is decided."""
+        end = self.request.finished_len
+        num_beyond = 0 if end is None else max(0, len(self.request.output_ids) - end)
+        return max(0, min(self.num_accepted, self.num_tokens - num_beyond))
+
+
+def resolved_steps(tokens: Any, result: Any, batch: Any) -> Iterator[ResolvedStep]:
     """Every request of a resolved verify step that was still running, as SGLang counts for its own histogram.
 
+    Args:
+        tokens: by request, what SGLang is about to append.
+
     Yields:
-        The step's tag, the request, its accepted drafts. Nothing for prefill and for steps without drafts.
+        Nothing for prefill and for steps without drafts.
     """
     tag: StepTag | None = getattr(result, "dflash_step", None)
     if tag is None or not tag.num_nodes:
         return
-    for request, num_accepted in zip(batch.reqs, result.num_correct_drafts_per_req_cpu, strict=True):
+    for request, num_accepted, appended in zip(
+        batch.reqs, result.num_correct_drafts_per_req_cpu, tokens, strict=True
+    ):
         if not (request.is_retracted or request.finished()):
-            yield tag, request, num_accepted
+            yield ResolvedStep(tag, request, num_accepted, len(appended))

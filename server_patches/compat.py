@@ -59,7 +59,14 @@ PATCHED_NAMES = (
         f"{_SRT}.managers.scheduler_components.batch_result_processor"
         ".SchedulerBatchResultProcessor._resolve_spec_v2_tokens",
         "after",
-        "exact acceptance per drafter version, counted where the counts are on the host anyway",
+        "exact acceptance per drafter version, taken where the counts are on the host anyway",
+        "upstream reports a histogram per weight version",
+    ),
+    PatchedName(
+        f"{_SRT}.managers.scheduler_components.batch_result_processor"
+        ".SchedulerBatchResultProcessor.process_batch_result_decode",
+        "after",
+        "the same counts, cut where a step ends its request",
         "upstream reports a histogram per weight version",
     ),
     PatchedName(

@@ -61,7 +61,8 @@ def _install() -> None:
     HookRegistry.register(
         f"{scheduler}.handle_generate_request", scheduler_side.bind_cache_key, HookType.BEFORE
     )
-    HookRegistry.register(f"{results}._resolve_spec_v2_tokens", scheduler_side.count_step, HookType.AFTER)
+    HookRegistry.register(f"{results}._resolve_spec_v2_tokens", scheduler_side.take_step, HookType.AFTER)
+    HookRegistry.register(f"{results}.process_batch_result_decode", scheduler_side.count_step, HookType.AFTER)
     HookRegistry.register(rows, scheduler_side.widen_row, HookType.AFTER)
     add_routes()
 

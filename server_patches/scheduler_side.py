@@ -14,7 +14,7 @@ from safetensors.torch import save as serialize
 
 from dflash_online.errors import ConfigError
 from dflash_online.tree.policy import Policy, PolicyMode
-from server_patches.acceptance import AcceptanceCounter, StepCounter, drafted_requests
+from server_patches.acceptance import AcceptanceCounter, ResolvedStep, StepCounter, resolved_steps
 from server_patches.capture.slots import CaptureKey
 from server_patches.compat import POLICY_ENV
 from server_patches.control import ControlHandler, DflashControlReqInput, StateConflictError
@@ -34,6 +34,7 @@ class SchedulerSide:
         require_one_data_parallel_rank(get_parallel().num_dp_ranks)
         self.worker = worker
         self.control = ControlHandler()
+        self._resolved: list[ResolvedStep] = []
         self.acceptance = AcceptanceCounter(_verify_step_series() if get_parallel().tp_rank == 0 else None)
         self.swap = DrafterSwap(worker, self.control, get_spec().speculative_draft_model_path)
         worker.policy = self._policy({"mode": os.environ.get(POLICY_ENV, PolicyMode.CHAIN.value)})
@@ -116,11 +117,16 @@ class SchedulerSide:
             raise StateConflictError("nothing was drafted: the policy must be chain, at this batch size too")
         return {"tensors": serialize(answer), "drafter_version": self.swap.live.version}
 
-    def count_step(self, result: Any, batch: Any) -> None:
+    def take_step(self, tokens: Any, result: Any, batch: Any) -> None:
         """Called where SGLang resolves a verify step on the host."""
-        for tag, request, num_accepted in drafted_requests(result, batch):
-            self.acceptance.add(tag, num_accepted)
-            self.worker.tap.count_accepted(request.extra_key, num_accepted)
+        self._resolved.extend(resolved_steps(tokens, result, batch))
+
+    def count_step(self) -> None:
+        """Called when SGLang has ended the requests that this step ends."""
+        for step in self._resolved:
+            self.acceptance.add(step.tag, num_kept := step.num_kept())
+            self.worker.tap.count_accepted(step.request.extra_key, num_kept)
+        self._resolved.clear()
 
     def cache_key(self, extra_key: str | None) -> str:
         """The request's prefix-cache key, bound to the live drafter; captures have one of their own."""
@@ -163,10 +169,16 @@ def attach(_result: None, scheduler: Any, *_args: object, **_kwargs: object) -> 
     scheduler._request_dispatcher += TypeBasedDispatcher([(DflashControlReqInput, _side.control.handle)])
 
 
-def count_step(_result: object, _processor: object, result: Any, batch: Any) -> None:
+def take_step(tokens: Any, _processor: object, result: Any, batch: Any) -> None:
     """AFTER SchedulerBatchResultProcessor._resolve_spec_v2_tokens."""
     if _side is not None:
-        _side.count_step(result, batch)
+        _side.take_step(tokens, result, batch)
+
+
+def count_step(*_args: object, **_kwargs: object) -> None:
+    """AFTER SchedulerBatchResultProcessor.process_batch_result_decode."""
+    if _side is not None:
+        _side.count_step()
 
 
 def bind_cache_key(_scheduler: object, recv_req: Any, *_args: object, **_kwargs: object) -> None:

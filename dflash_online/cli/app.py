@@ -15,7 +15,7 @@ from typing import NoReturn
 
 import typer
 
-from dflash_online.cli import bench, demo, drafter, evaluate, model, target, train, trainer
+from dflash_online.cli import bench, demo, doctor, drafter, evaluate, model, target, train, trainer
 from dflash_online.errors import DflashOnlineError
 
 app = typer.Typer(
@@ -35,6 +35,7 @@ for _group, _name in (
 ):
     app.add_typer(_group, name=_name)
 app.command("eval", epilog=evaluate.EXAMPLE)(evaluate.evaluate)
+app.command("doctor", epilog=doctor.EXAMPLE)(doctor.doctor)
 app.command("bench", epilog=bench.EXAMPLE)(bench.bench)
 app.command("demo", epilog=demo.EXAMPLE)(demo.demo)
 

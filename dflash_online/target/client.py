@@ -11,12 +11,15 @@ TargetRefusedError (4xx) and, for the content of a record, WireError. Runs on on
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import httpx
+from safetensors import SafetensorError
+from safetensors.torch import load
+from torch import Tensor
 
 from dflash_online.errors import ConfigError, TargetBusyError, TargetRefusedError, TargetUnavailableError
 from dflash_online.wire.codec import RecordDecoder
@@ -207,6 +210,20 @@ class TargetClient:
             async for chunk in response.aiter_bytes():
                 decoder.feed(chunk)
         return decoder.finish()
+
+    async def probe(self, input_ids: Sequence[int]) -> dict[str, Tensor]:
+        """`POST /dflash/probe`: the first block drafted behind a text, and its context keys.
+
+        Raises:
+            TargetRefusedError: the policy does not draft, or the answer makes no sense.
+        """
+        body, path = {"input_ids": list(input_ids)}, "/dflash/probe"
+        async with self._call("POST", path, body, read_s=self._timeouts.capture_s) as response:
+            payload = await response.aread()
+        try:
+            return load(payload)
+        except (SafetensorError, ValueError, KeyError) as exc:
+            raise TargetRefusedError(self.url, 200, f"{path} is not safetensors: {exc}") from exc
 
     async def _json(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, *, read_s: float

@@ -100,9 +100,19 @@ class InProcessTarget:
         )
         return Record(header, features_TF)
 
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers of the target."""
+        return len(self._layers)
+
     @torch.no_grad()
-    def features(self, token_ids: Sequence[int]) -> Tensor:
-        """[T, F] bfloat16 on the CPU: outputs of the hooked layers, end to end in the order of their ids."""
+    def features(self, token_ids: Sequence[int], layer_ids: Sequence[int] | None = None) -> Tensor:
+        """[T, F] bfloat16 on the CPU: outputs of the hooked layers, end to end in the order of their ids.
+
+        Args:
+            layer_ids: of other layers, instead of the hooked ones.
+        """
+        ids = self._layer_ids if layer_ids is None else tuple(layer_ids)
         outputs: dict[int, Tensor] = {}
 
         def keep(layer_id: int) -> Any:
@@ -112,11 +122,11 @@ class InProcessTarget:
 
             return hook
 
-        hooks = [self._layers[i].register_forward_hook(keep(i)) for i in self._layer_ids]
+        hooks = [self._layers[i].register_forward_hook(keep(i)) for i in ids]
         try:
             ids_1T = torch.tensor([list(token_ids)], device=self._model.device)
             self._model.get_decoder()(input_ids=ids_1T, use_cache=False)
         finally:
             for hook in hooks:
                 hook.remove()
-        return torch.cat([outputs[i] for i in self._layer_ids], dim=1)
+        return torch.cat([outputs[i] for i in ids], dim=1)

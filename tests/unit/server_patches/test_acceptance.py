@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from server_patches.acceptance import AcceptanceCounter, StepTag, drafted_requests
+import pytest
+
+from server_patches.acceptance import AcceptanceCounter, StepTag, resolved_steps
 
 
 @dataclass
 class FakeRequest:
     is_over: bool = False
     is_retracted: bool = False
+    output_ids: list[int] = field(default_factory=list)
+    finished_len: int | None = None
 
     def finished(self) -> bool:
         return self.is_over
@@ -52,7 +56,8 @@ def test_trees_are_counted_by_their_number_of_nodes() -> None:
 
 
 def counted(result: FakeResult, batch: FakeBatch) -> list[int]:
-    return [num_accepted for _, _, num_accepted in drafted_requests(result, batch)]
+    tokens = [[0] * (num_accepted + 1) for num_accepted in result.num_correct_drafts_per_req_cpu]
+    return [step.num_kept() for step in resolved_steps(tokens, result, batch)]
 
 
 def test_requests_that_had_ended_or_were_retracted_are_left_out() -> None:
@@ -64,3 +69,19 @@ def test_prefill_and_steps_without_drafts_count_nothing() -> None:
     batch = FakeBatch([FakeRequest()])
     assert counted(FakeResult([1]), batch) == []
     assert counted(FakeResult([0], StepTag("1-a", 0, is_chain=True)), batch) == []
+
+
+@pytest.mark.parametrize(
+    ("num_output", "finished_len", "num_kept"),
+    [(20, None, 4), (20, 20, 4), (20, 19, 4), (20, 18, 3), (20, 16, 1), (20, 15, 0)],
+)
+def test_a_step_that_ends_its_request_counts_the_drafts_that_the_answer_kept(
+    num_output: int, finished_len: int | None, num_kept: int
+) -> None:
+    """Four drafts and the bonus were appended; the end cuts the bonus first, then drafts."""
+    request = FakeRequest()
+    (step,) = resolved_steps(
+        [[0] * 5], FakeResult([4], StepTag("1-a", 7, is_chain=True)), FakeBatch([request])
+    )
+    request.output_ids, request.finished_len = [0] * num_output, finished_len
+    assert step.num_kept() == num_kept
