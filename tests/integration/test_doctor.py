@@ -20,10 +20,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from dflash_online.distill.objective import block_objective
-from dflash_online.distill.pack import PackedBatch, pack_records
+from dflash_online.distill.pack import pack_records
 from dflash_online.distill.recipe import ZLAB
 from dflash_online.doctor.finding import Diagnosis
-from dflash_online.doctor.outcome_checks import _cut
+from dflash_online.doctor.outcome_checks import _cut, check_leak
 from dflash_online.doctor.run import diagnose
 from dflash_online.doctor.served import Reference
 from dflash_online.drafter.checkpoint import TrainingInfo, export_tensors, save_checkpoint
@@ -134,7 +134,11 @@ def case(target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Case:
         eos_token_id=None,
         pad_token_id=0,
     )
-    LlamaForCausalLM(config).save_pretrained(folder / "target")
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():  # as in a large target, the layers behind the hooked ones change little
+        model.model.layers[5].mlp.down_proj.weight.mul_(0.1)
+        model.model.layers[5].self_attn.o_proj.weight.mul_(0.1)
+    model.save_pretrained(folder / "target")
     tokenizer = AutoTokenizer.from_pretrained(target_folder)
     tokenizer.save_pretrained(folder / "target")
     target = InProcessTarget.from_folder(folder / "target", LAYER_IDS)
@@ -297,28 +301,25 @@ def test_tensors_under_other_names_are_named(case: Case, server: FaultyServer, t
     assert "norm.weight" in diagnosis.finding.found
 
 
-def test_a_drafter_that_was_trained_with_the_anchors_feature_is_named(
-    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    strict = PackedBatch.mask
+class ReadsItsLastRow(DFlashDrafter):
+    """What training with a leak tends to: slot 1 is what the last visible row of the context predicts."""
 
-    def leaky(batch: PackedBatch, window: int | None) -> Any:
-        mask = strict(batch, window)
-        return replace(mask, anchor_position_A=mask.anchor_position_A + 1)
+    def context(self, features_CF: torch.Tensor) -> torch.Tensor:
+        return features_CF
 
-    # More answers than it can learn by heart, so that it learns to read the features.
-    target = case.reference.target
-    prompts = case.prompts([f"{i * i} {chr(65 + i)}?" for i in range(24)])
-    records = [
-        target.capture(ids, record_id=f"s{i}", max_new_tokens=ANSWER_LENGTH) for i, ids in enumerate(prompts)
-    ]
-    with monkeypatch.context() as patch:
-        patch.setattr(PackedBatch, "mask", leaky)
-        drafter = trained(case.reference.frozen, records)
-    folder = saved(drafter, tmp_path / "leaky", tau=2.0)
-    reference = Reference.load(folder, case.target)
-    server = FaultyServer.healthy(reference, case.tokenizer)
-    assert named(case.diagnose(server, drafter=folder)) == ("context boundary", 2)
+    def forward_blocks(self, embeds_ABH: torch.Tensor, ctx_SH: torch.Tensor, **where: Any) -> torch.Tensor:
+        last_A = where["mask"].anchor_position_A - 1
+        deepest_AH = ctx_SH[last_A, self.config.deepest_layer_columns]
+        return deepest_AH[:, None].expand(embeds_ABH.shape).float()
+
+
+def test_a_drafter_that_needs_the_anchors_feature_is_named(case: Case) -> None:
+    """Learning such a drafter takes more text than a test has: this one is written down."""
+    drafter = ReadsItsLastRow(config_of())
+    finding = check_leak(replace(case.reference, drafter=drafter), case.records)
+    assert finding is not None
+    assert (finding.check, finding.cause.number) == ("context boundary", 2)
+    assert check_leak(case.reference, case.records) is None
 
 
 def test_text_unlike_the_training_is_named_as_a_shift(case: Case, server: FaultyServer) -> None:
