@@ -1,8 +1,7 @@
 """Three known training bugs, planted one by one: each lowers tau, by how much at least, and how it shows.
 
 One small real target, the same records, the same seed; a pair of drafters differs in the planted bug alone.
-The world and the figures of docs/three-bugs.md are those of benchmarks/three_bugs.py, here with fewer
-steps.
+The world and the figures of docs/three-bugs.md are those of benchmarks/three_bugs.py, here with one seed.
 """
 
 from __future__ import annotations
