@@ -1,4 +1,4 @@
-"""`dflash-online doctor` and the real server: healthy, and with another drafter than the one of the folder."""
+"""`dflash-online doctor` and the real server: healthy, and with another drafter than the folder's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from tests.e2e.target_server import TargetServer
 def run_doctor(
     capsys: pytest.CaptureFixture[str], server: TargetServer, drafter: Path, target: Path, *more: str
 ) -> tuple[int, dict[str, object]]:
-    arguments = ["--url", str(server.client.base_url), "--drafter", str(drafter), "--target", str(target), *more]
+    url = str(server.client.base_url)
+    arguments = ["--url", url, "--drafter", str(drafter), "--target", str(target), *more]
     with pytest.raises(SystemExit) as ended:
         main(["doctor", *arguments, "--limit", "2", "--max-new-tokens", "24", "--json"])
     assert isinstance(ended.value.code, int)
