@@ -64,8 +64,8 @@ def serve(
 
 
 @app.command(
-    epilog="Example: dflash-online target policy auto --url http://127.0.0.1:30000. Prints the policy in force,"
-    " and what auto knows so far, as JSON."
+    epilog="Example: dflash-online target policy auto --url http://127.0.0.1:30000. Prints the policy in"
+    " force, and what auto knows so far, as JSON."
 )
 def policy(
     mode: Annotated[PolicyMode, typer.Argument(help="off, chain, tree, or auto: whichever is fastest now.")],
