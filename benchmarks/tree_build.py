@@ -3,8 +3,9 @@
 Measured on the CPU, one thread, random logits. (a) `tree_of_candidates` in tensors against `heap_tree`
 request by request, from the same candidates, for one request and for 32; and as it is chosen by batch size
 (a heap for few requests) against tensors always, for one request and for 4. (b) `top_candidates` against
-`torch.topk` plus `torch.logsumexp` of the float32 logits, which leaves the order of ties open. Rivals take turns, so that a
-busy machine slows both; ratios are of medians, above 1 where the project's own code is faster.
+`torch.topk` plus `torch.logsumexp` of the float32 logits, which leaves the order of ties open. Rivals take
+turns, so that a busy machine slows both; ratios are of medians, above 1 where the project's own code is
+faster.
 
 Run: `python benchmarks/tree_build.py --help`. Needs no model and no network. Last line: one JSON object.
 """
