@@ -33,7 +33,7 @@ class Drafting:
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
-        self._num_steps = 0
+        self.num_steps = 0
         self._slot_offset_B = torch.arange(worker.block_size, device=worker.device)
 
     def why_no_tree(self) -> str | None:
@@ -49,11 +49,19 @@ class Drafting:
             return "the target's head is quantized"
         return None
 
+    def why_no_auto(self) -> str | None:
+        """Why this server cannot choose by itself; None when it can."""
+        if get_parallel().tp_size > 1:
+            return (
+                "ranks measure different step times and would choose differently (tensor parallelism is on)"
+            )
+        return None
+
     def grow(self, batch: Any, draft_input: Any, policy: Policy) -> DraftTrees:
         """The trees of one step: root only, chains, or the best trees of the policy's size."""
         anchor_R = draft_input.bonus_tokens.to(torch.int64)
-        self._num_steps += 1
-        num_nodes = policy.num_drafts(len(batch.reqs), self._num_steps)
+        self.num_steps += 1
+        num_nodes = policy.num_drafts(len(batch.reqs), self.num_steps)
         if num_nodes == 0:
             return root_trees(anchor_R)
         hidden_RDH, is_in_graph = self._draft_block(batch, draft_input, anchor_R)

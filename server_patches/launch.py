@@ -75,7 +75,7 @@ class LaunchConfig:
     """Tokens, response included, that a slot holds."""
     ready_timeout_s: float = 900.0
     policy: str | None = None
-    """Policy at the start: off, chain or tree; None: chain with a drafter, off with a fresh one."""
+    """Policy at the start: off, chain, tree or auto; None: chain with a drafter, off with a fresh one."""
     max_nodes: int | None = None
     """Largest tree that a policy may ask for, root not counted. Every running request reserves two such
     windows of cache. None: 32 on a CPU, no trees on a GPU (not proved there)."""
@@ -288,10 +288,11 @@ def launch(config: LaunchConfig) -> int:
         for name in ("announce", "slots"):
             (folder / name).mkdir(parents=True)
         if config.drafter is None:
-            console.print("no --drafter: serving with a fresh one, policy off")
-            config = replace(
-                config, drafter=make_fresh_drafter(config.model, folder / "drafter"), policy="off"
-            )
+            # What is untrained only costs; `auto` finds that out and notices when it changes.
+            policy = "auto" if config.policy == "auto" else "off"
+            console.print(f"no --drafter: serving with a fresh one, policy {policy}")
+            drafter = make_fresh_drafter(config.model, folder / "drafter")
+            config = replace(config, drafter=drafter, policy=policy)
         os.environ.update(make_environment(config, folder, slot_bytes, on_gpu=on_gpu))
         watch = ReadyWatch(config, folder)
         watch.start()

@@ -198,6 +198,7 @@ async def get_info() -> dict[str, Any]:
         "feature_width": info["feature_width"],
         "drafter": info["drafter"],
         "policy": info["policy"],
+        "auto": info["auto"],
         "max_nodes": info["max_nodes"],
         "capture": {
             "slots": pool.num_slots,

@@ -15,6 +15,7 @@ from safetensors.torch import save as serialize
 from dflash_online.errors import ConfigError
 from dflash_online.tree.policy import Policy, PolicyMode
 from server_patches.acceptance import AcceptanceCounter, ResolvedStep, StepCounter, resolved_steps
+from server_patches.auto import AutoPolicy, AutoSeries
 from server_patches.capture.slots import CaptureKey
 from server_patches.compat import POLICY_ENV
 from server_patches.control import ControlHandler, DflashControlReqInput, StateConflictError
@@ -35,7 +36,10 @@ class SchedulerSide:
         self.worker = worker
         self.control = ControlHandler()
         self._resolved: list[ResolvedStep] = []
-        self.acceptance = AcceptanceCounter(_verify_step_series() if get_parallel().tp_rank == 0 else None)
+        self._timed: Any = None
+        is_first_rank = get_parallel().tp_rank == 0
+        self.acceptance = AcceptanceCounter(*(_acceptance_series() if is_first_rank else ()))
+        worker.auto = AutoPolicy(worker.device, AutoSeries() if is_first_rank else None)
         self.swap = DrafterSwap(worker, self.control, get_spec().speculative_draft_model_path)
         worker.policy = self._policy({"mode": os.environ.get(POLICY_ENV, PolicyMode.CHAIN.value)})
         for name, method in (
@@ -66,6 +70,7 @@ class SchedulerSide:
             "feature_width": config.feature_width,
             "drafter": self.swap.describe(),
             "policy": describe_policy(self.worker.policy),
+            "auto": self.worker.auto.describe(self.worker.policy),
             "max_nodes": self.worker.max_nodes,
         }
 
@@ -82,6 +87,9 @@ class SchedulerSide:
         refusal = self.worker.drafting.why_no_tree() if mode is PolicyMode.TREE else None
         if refusal is not None:
             raise ConfigError("mode", mode.value, f"off or chain on this server: {refusal}")
+        refusal = self.worker.drafting.why_no_auto() if mode is PolicyMode.AUTO else None
+        if refusal is not None:
+            raise ConfigError("mode", mode.value, f"off, chain or tree on this server: {refusal}")
         limit, source = self._node_limit(mode)
         default = min(limit, _DEFAULT_TREE_NODES) if mode is PolicyMode.TREE else limit
         num_nodes = body.get("num_nodes")
@@ -93,6 +101,8 @@ class SchedulerSide:
         )
         if policy.num_nodes > limit:
             raise ConfigError("num_nodes", policy.num_nodes, f"at most {limit} ({source})")
+        if mode is PolicyMode.AUTO:
+            self.worker.auto.prepare(self.swap.live.config.num_drafts, policy.num_nodes)
         return policy
 
     def _node_limit(self, mode: PolicyMode) -> tuple[int, str]:
@@ -101,6 +111,9 @@ class SchedulerSide:
             return self.worker.max_nodes, "--max-nodes of this server"
         if mode is PolicyMode.CHAIN:
             return self.swap.live.config.num_drafts, "block size minus one"
+        if mode is PolicyMode.AUTO:
+            refusal = self.worker.drafting.why_no_tree()
+            return (self.worker.max_nodes, "--max-nodes of this server") if refusal is None else (0, refusal)
         return 0, "nothing is drafted"
 
     def report_acceptance(self, _body: dict[str, Any]) -> dict[str, Any]:
@@ -114,19 +127,28 @@ class SchedulerSide:
         """The probe's tensors as safetensors bytes, with the version that computed them."""
         answer = self.worker.probe.finish(str(body["probe_id"]))
         if answer is None:
-            raise StateConflictError("nothing was drafted: the policy must be chain, at this batch size too")
+            raise StateConflictError("nothing was drafted: the policy must draft, at this batch size too")
         return {"tensors": serialize(answer), "drafter_version": self.swap.live.version}
 
     def take_step(self, tokens: Any, result: Any, batch: Any) -> None:
         """Called where SGLang resolves a verify step on the host."""
         self._resolved.extend(resolved_steps(tokens, result, batch))
+        self._timed = getattr(result, "dflash_timed", None)
 
     def count_step(self) -> None:
         """Called when SGLang has ended the requests that this step ends."""
+        paths = []
         for step in self._resolved:
-            self.acceptance.add(step.tag, num_kept := step.num_kept())
+            num_kept = step.num_kept()
+            path = step.ranks.path(step.row, num_kept, is_cut=num_kept < step.num_accepted)
+            self.acceptance.add(step.tag, num_kept)
+            self.acceptance.add_path(step.tag, path)
             self.worker.tap.count_accepted(step.request.extra_key, num_kept)
+            paths.append(path)
+        if self._timed is not None:
+            self.worker.auto.record(self._timed, paths)
         self._resolved.clear()
+        self._timed = None
 
     def cache_key(self, extra_key: str | None) -> str:
         """The request's prefix-cache key, bound to the live drafter; captures have one of their own."""
@@ -141,16 +163,22 @@ def describe_policy(policy: Policy) -> dict[str, Any]:
     return asdict(policy) | {"mode": policy.mode.value}
 
 
-def _verify_step_series() -> StepCounter:
+def _acceptance_series() -> tuple[StepCounter, StepCounter]:
     # SGLang sets the multi-process folder of the metrics before it starts this process, and the library
     # reads it when it is imported: hence the late import.
     from prometheus_client import Counter
 
-    return Counter(
+    steps = Counter(
         "dflash:verify_steps",
         "Verify steps of one request, by accepted drafts.",
         labelnames=("drafter_version", "policy", "accepted"),
     )
+    drafts = Counter(
+        "dflash:accepted_drafts",
+        "Accepted drafts, by depth and by rank among the candidates of their slot.",
+        labelnames=("drafter_version", "policy", "depth", "rank"),
+    )
+    return steps, drafts
 
 
 _side: SchedulerSide | None = None

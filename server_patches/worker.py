@@ -35,7 +35,8 @@ from dflash_online.errors import PluginError
 from dflash_online.tree.draft_tree import DraftTrees, links, visibility
 from dflash_online.tree.policy import Policy, PolicyMode
 from dflash_online.tree.walk import Walk, walk
-from server_patches.acceptance import StepTag
+from server_patches.acceptance import StepRanks, StepTag
+from server_patches.auto import AutoPolicy
 from server_patches.capture.tap import CaptureTap
 from server_patches.drafting import Drafting
 from server_patches.probe import DrafterProbe
@@ -60,6 +61,7 @@ class DflashOnlineWorker(DFlashWorkerV2):
         self.policy = Policy(mode=PolicyMode.CHAIN, num_nodes=self.block_size - 1)
         self.drafter_version = "none"
         self.tap = CaptureTap(is_writer=get_parallel().tp_rank == 0)
+        self.auto = AutoPolicy(self.device)
         self.probe = DrafterProbe()
         self.drafting = Drafting(self)
 
@@ -95,20 +97,30 @@ class DflashOnlineWorker(DFlashWorkerV2):
         )
         self.tap.begin_step(batch, self.drafter_version)
         if is_decode:
-            return self._decode(batch, on_publish, grammar_barrier)
+            timed = self.auto.begin(
+                self.policy, len(batch.reqs), self.drafting.num_steps + 1, self.drafter_version
+            )
+            policy = self.policy if timed is None else timed.policy
+            result = self._decode(batch, policy, on_publish, grammar_barrier)
+            if timed is not None:
+                timed.timer.finish()
+                result.dflash_timed = timed
+            return result
         return super().forward_batch_generation(batch, on_publish, grammar_barrier, pp_proxy_tensors)
 
     def _validate_phase1_sampling_support(self, batch: Any) -> None:
         """Upstream warns here that sampling falls back to argmax. It does not in this worker."""
 
-    def _decode(self, batch: Any, on_publish: Any, grammar_barrier: Any) -> GenerationBatchResult:
+    def _decode(
+        self, batch: Any, policy: Policy, on_publish: Any, grammar_barrier: Any
+    ) -> GenerationBatchResult:
         if batch.spec_info is None:
             batch.spec_info = DFlashDraftInputV2.create_idle_input(device=self.device)
         draft_input = batch.spec_info
         # Carried over from the previous overlapped step, maybe made on another stream.
         batch.seq_lens.record_stream(torch.get_device_module(self.device).current_stream())
         prefix_R = batch.seq_lens
-        trees = self.drafting.grow(batch, draft_input, self.policy)
+        trees = self.drafting.grow(batch, draft_input, policy)
         cache_loc_RN, plan = self.plan_window(batch, draft_input, trees.num_nodes)
         logits_output, target_out = self._verify(
             batch, draft_input, trees, cache_loc_RN, plan, grammar_barrier
@@ -143,6 +155,7 @@ class DflashOnlineWorker(DFlashWorkerV2):
             indexer_topk_output=target_out.indexer_topk_output,
         )
         result.dflash_step = StepTag(self.drafter_version, trees.num_nodes - 1, trees.is_chain)
+        result.dflash_ranks = StepRanks(trees, committed)
         return result
 
     # ---- verify ---------------------------------------------------------------------------------------

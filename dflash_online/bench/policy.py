@@ -16,7 +16,7 @@ CURRENT_POLICY = "current"
 """The policy that the server has: what it was when the benchmark started."""
 OFF_POLICY = PolicyMode.OFF.value
 """Plain decoding: what a speedup is measured against."""
-MODES = (*(mode.value for mode in PolicyMode), "auto", CURRENT_POLICY)
+MODES = (*(mode.value for mode in PolicyMode), CURRENT_POLICY)
 _MODES_WITHOUT_NODES = (OFF_POLICY, CURRENT_POLICY)
 
 

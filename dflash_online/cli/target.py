@@ -1,20 +1,18 @@
-"""`dflash-online target`: the serving side, SGLang with our plugin, as a child process."""
+"""`dflash-online target`: the serving side, SGLang with our plugin as a child process, and its policy."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from dflash_online.cli.serve import serve_module
+from dflash_online.tree.policy import PolicyMode
 
 app = typer.Typer(help="Serve the target model.", no_args_is_help=True)
-
-
-@app.callback()
-def _group() -> None:
-    """Keep `serve` a command of its own although it is the only one."""
 
 
 @app.command(
@@ -29,7 +27,7 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 30000,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    policy: Annotated[str | None, typer.Option(help="Policy at the start: off, chain or tree.")] = None,
+    policy: Annotated[str | None, typer.Option(help="Policy at the start: off, chain, tree or auto.")] = None,
     max_nodes: Annotated[
         int | None, typer.Option(min=0, help="Largest draft tree; default: 32 on a CPU, 0 on a GPU.")
     ] = None,
@@ -63,3 +61,39 @@ def serve(
     if sglang_flags:
         arguments += ["--", *sglang_flags]
     serve_module("server_patches", "target server", arguments, host, port)
+
+
+@app.command(
+    epilog="Example: dflash-online target policy auto --url http://127.0.0.1:30000. Prints the policy in"
+    " force, and what auto knows so far, as JSON."
+)
+def policy(
+    mode: Annotated[PolicyMode, typer.Argument(help="off, chain, tree, or auto: whichever is fastest now.")],
+    url: Annotated[str, typer.Option(help="Address of the target server.")] = "http://127.0.0.1:30000",
+    nodes: Annotated[
+        int | None, typer.Option(min=0, help="Draft nodes per step; with auto the largest tree tried.")
+    ] = None,
+    max_batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Above this many running requests nothing is drafted.")
+    ] = None,
+    probe_interval: Annotated[
+        int | None, typer.Option(min=2, help="Above that, every n-th step drafts all the same.")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="DFLASH_API_KEY", help="Key of the server, if it has one.")
+    ] = None,
+) -> None:
+    """Change the policy of a running server, from its next decode step on. No output changes."""
+    from dflash_online.target.client import TargetClient
+
+    async def change() -> dict[str, object]:
+        client = TargetClient(url, api_key=api_key)
+        try:
+            in_force = await client.set_policy(
+                mode.value, nodes, max_batch_size=max_batch_size, probe_interval=probe_interval
+            )
+            return {"policy": in_force, "auto": (await client.info()).get("auto")}
+        finally:
+            await client.aclose()
+
+    typer.echo(json.dumps(asyncio.run(change())))

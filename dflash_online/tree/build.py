@@ -7,8 +7,10 @@ heavier is better; equal weights are ordered by their rank tuples, smaller ranks
 what it begins. With log-probabilities that never exceed 0 and fall with the rank, no node is better than its
 parent or its elder sibling, so the best prefixes are a tree. `reference.heap_tree` is the slow twin.
 
-Pure torch; every shape follows from the shapes of the inputs, nothing is read back by the host. Inside a CUDA
-graph run it once before capture, as for any torch code. Raises ShapeError and ConfigError. Knows no SGLang.
+Every shape follows from the shapes of the inputs; off the CPU nothing is read back by the host. Inside a CUDA
+graph run it once before capture, as for any torch code. On a CPU small batches go through a heap in plain
+Python (`heap`): the same trees, without the fixed cost of tensor operations. Raises ShapeError and
+ConfigError. Knows no SGLang.
 
 Shape letters: R = requests, D = depths (drafts per block), V = vocabulary, K = candidates per depth,
 S = nodes kept so far, root included, N = S at the end; G = V / 64 groups; C = entries that
@@ -27,9 +29,12 @@ from torch import Tensor
 
 from dflash_online.errors import ConfigError, ShapeError
 from dflash_online.tree.draft_tree import DraftTrees, root_trees
+from dflash_online.tree.heap import heap_nodes
 
 GROUP_SIZE = 64
 RUN_SIZE = 8
+HEAP_NODES = 256
+"""Most draft nodes of a whole batch on a CPU for which the heap is used; `benchmarks/tree_build.py`."""
 MAX_NODES = 1 << 14  # keeps places within 31 bits
 LOW_32_BITS = (1 << 32) - 1
 
@@ -89,10 +94,24 @@ def tree_of_candidates(anchor_R: Tensor, candidates: Candidates, num_nodes: int)
     max_depth, width = min(log_prob_RDK.shape[1], num_nodes), min(log_prob_RDK.shape[2], max(num_nodes, 1))
     if max_depth == 0 or anchor_R.shape[0] == 0:
         return root_trees(anchor_R)
-    depth_RN, rank_RN = _best_prefixes(log_prob_RDK[:, :max_depth, :width].float(), num_nodes)
+    log_prob_RDK = log_prob_RDK[:, :max_depth, :width].float()
+    if log_prob_RDK.device.type == "cpu" and anchor_R.shape[0] * num_nodes <= HEAP_NODES:
+        nodes = [heap_nodes(log_prob_DK, num_nodes) for log_prob_DK in log_prob_RDK]
+        parent_RN, depth_RN, rank_RN = torch.tensor(nodes).unbind(dim=1)
+    else:
+        parent_RN, depth_RN, rank_RN = _level_nodes(log_prob_RDK, num_nodes)
+    entry_RN = (depth_RN[:, 1:] - 1) * token_id_RDK.shape[2] + rank_RN[:, 1:]
+    draft_RN = token_id_RDK.flatten(1).gather(1, entry_RN)
+    token_id_RN = torch.cat([anchor_R[:, None].to(torch.int64), draft_RN], dim=1)
+    return DraftTrees(token_id_RN, parent_RN, depth_RN, max_depth=max_depth, is_chain=False)
+
+
+def _level_nodes(log_prob_RDK: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Parent, depth and rank of the best trees' nodes, each [R, N] int64, by depth, then by rank tuple."""
+    depth_RN, rank_RN = _best_prefixes(log_prob_RDK, num_nodes)
     # Before: a node's parent is the nearest node before it that is one level higher.
     num_kept = depth_RN.shape[1]
-    node_N = torch.arange(num_kept, device=anchor_R.device)
+    node_N = torch.arange(num_kept, device=depth_RN.device)
     is_above_RNN = (depth_RN[:, None, :] == depth_RN[:, :, None] - 1) & (node_N < node_N[:, None])
     parent_RN = torch.where(is_above_RNN, node_N, -1).amax(dim=2)
     # After: stable by depth, so that rank tuples stay in order within a level.
@@ -101,16 +120,13 @@ def tree_of_candidates(anchor_R: Tensor, candidates: Candidates, num_nodes: int)
     depth_RN, rank_RN = depth_RN.gather(1, order_RN), rank_RN.gather(1, order_RN)
     parent_RN = place_RN.gather(1, parent_RN.gather(1, order_RN).clamp(min=0))
     parent_RN[:, 0] = -1
-    entry_RN = (depth_RN[:, 1:] - 1) * token_id_RDK.shape[2] + rank_RN[:, 1:]
-    draft_RN = token_id_RDK.flatten(1).gather(1, entry_RN)
-    token_id_RN = torch.cat([anchor_R[:, None].to(torch.int64), draft_RN], dim=1)
-    return DraftTrees(token_id_RN, parent_RN, depth_RN, max_depth=max_depth, is_chain=False)
+    return parent_RN, depth_RN, rank_RN
 
 
 def best_first_trees(anchor_R: Tensor, logits_RDV: Tensor, num_nodes: int) -> DraftTrees:
     """The best tree of `num_nodes` drafts (root not counted) for each request.
 
-    Depths beyond `num_nodes` are not read. No host synchronisation.
+    Depths beyond `num_nodes` are not read. No host synchronisation off the CPU.
 
     Raises:
         ConfigError: `num_nodes` is negative or above `MAX_NODES`.

@@ -61,3 +61,19 @@ def walk(trees: DraftTrees, target_token_RN: torch.Tensor) -> Walk:
     # The token after path node i is the target's token there: an accepted draft, or at the end the bonus.
     produced_RP = target_token_RN.gather(1, path_RP)
     return Walk(path_RP, num_accepted_R, produced_RP, target_token_RN[request_R, node_R])
+
+
+def path_ranks(trees: DraftTrees, path_RP: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rank of each path node's token among its slot's candidates, and how many ranks were offered below it.
+
+    In a best tree the children of a node are the ranks 0, 1, ... in index order, so that a node's rank is its
+    number of elder siblings.
+
+    Returns:
+        Ranks (0 for the root) and numbers of children, both [R, P] int64. No host synchronisation.
+    """
+    node_N = torch.arange(trees.num_nodes, device=path_RP.device)
+    parent_RP = trees.parent_RN.gather(1, path_RP)
+    is_sibling_RPN = trees.parent_RN[:, None, :] == parent_RP[:, :, None]
+    is_child_RPN = trees.parent_RN[:, None, :] == path_RP[:, :, None]
+    return (is_sibling_RPN & (node_N < path_RP[:, :, None])).sum(dim=2), is_child_RPN.sum(dim=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -173,3 +174,79 @@ def test_sampled_paths_follow_the_law_of_plain_decoding(
     table = [row if rows[0][-1] + rows[1][-1] else row[:-1] for row in rows]
     assert len(common) >= 3
     assert chi2_contingency(table).pvalue > 1e-4
+
+
+def test_auto_changes_its_choice_by_itself_and_no_output(
+    tree_server: TargetServer, plain_outputs: list[list[int]]
+) -> None:
+    """Enough steps at two batch sizes that several choices are tried; each is one of the exact policies."""
+    version = tree_server.drafter()["version"]
+    before = tree_server.histograms_by_policy(version)
+    assert tree_server.set_policy("auto") == {
+        "mode": "auto",
+        "num_nodes": 64,
+        "max_batch_size": None,
+        "probe_interval": None,
+    }
+    for concurrency in (1, 5):
+        assert tree_server.generate_all(TEXTS, concurrency) == plain_outputs
+    after = tree_server.histograms_by_policy(version)
+    used = {name for name, counts in after.items() if sum(counts) > sum(before.get(name, []))}
+    assert len(used) >= 2
+    auto = tree_server.info()["auto"]
+    assert auto["drafter_version"] == version
+    buckets = {entry["max_batch_size"]: entry for entry in auto["batch_sizes"]}
+    assert {1, 8} <= set(buckets)
+    names = ["off", "tree:4", "chain", "tree:8", "tree:16", "tree:32", "tree:64"]
+    for entry in buckets.values():
+        assert entry["policy"] in names
+        assert entry["reason"].split(":")[0] in {"start", "kept", "faster", "best"}
+        assert [choice["policy"] for choice in entry["choices"]] == names
+    timed = [choice for choice in buckets[1]["choices"] if choice["step_ms"] is not None]
+    assert len(timed) >= 2
+    assert any(choice["tokens_per_second_per_request"] for choice in timed)
+    metrics = tree_server.client.get("/metrics").text
+    picks = re.findall(r'^dflash:auto_is_pick\{max_batch_size="1",policy="([^"]+)"\} 1', metrics, re.M)
+    assert picks == [buckets[1]["policy"]]
+    assert "dflash:auto_steps_total{" in metrics
+
+
+def test_auto_obeys_the_batch_limit(tree_server: TargetServer, plain_outputs: list[list[int]]) -> None:
+    version = tree_server.drafter()["version"]
+    tree_server.set_policy("auto", num_nodes=4, max_batch_size=1)
+    before = tree_server.histograms_by_policy(version)
+    assert tree_server.generate_all(TEXTS * 2, 20)[:10] == plain_outputs
+    # Only the tail of the batch, once one request was left, may have drafted.
+    after = tree_server.histograms_by_policy(version)
+    assert sum(map(sum, after.values())) - sum(map(sum, before.values())) < 64
+
+
+def test_auto_refuses_a_tree_above_the_bound(tree_server: TargetServer) -> None:
+    answer = tree_server.client.put("/dflash/policy", json={"mode": "auto", "num_nodes": 65})
+    assert answer.status_code == 422
+    assert answer.json()["error"]["field"] == "num_nodes"
+    assert tree_server.info()["auto"] is None
+
+
+def test_acceptance_is_reported_by_depth_and_rank(
+    tree_server: TargetServer, plain_outputs: list[list[int]]
+) -> None:
+    tree_server.set_policy("tree", num_nodes=24)
+    assert tree_server.generate_all(TEXTS, 5) == plain_outputs
+    version = tree_server.drafter()["version"]
+    (entry,) = (
+        entry
+        for entry in tree_server.client.get("/dflash/acceptance").json()["versions"]
+        if (entry["drafter_version"], entry["policy"]) == (version, "tree:24")
+    )
+    accepted, offered = entry["accepted_by_depth_and_rank"], entry["offered_by_depth_and_rank"]
+    assert sum(accepted[0][1:]) > 0
+    # A draft of depth d was accepted by every step that accepted d or more.
+    for depth, row in enumerate(accepted, start=1):
+        assert sum(row) == sum(entry["histogram"][depth:])
+    # A step that was cut before its first draft shows no miss.
+    assert sum(accepted[0]) < offered[0][0] <= entry["num_steps"]
+    metrics = tree_server.client.get("/metrics").text
+    label = f'depth="1",drafter_version="{version}",policy="tree:24",rank="0"'
+    (count,) = re.findall(rf"^dflash:accepted_drafts_total\{{{label}\}} (\S+)", metrics, re.M)
+    assert float(count) == accepted[0][0]

@@ -5,8 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
+import torch
+from prometheus_client import CollectorRegistry, Counter
 
-from server_patches.acceptance import AcceptanceCounter, StepTag, resolved_steps
+from dflash_online.tree.draft_tree import DraftTrees, chain_trees
+from dflash_online.tree.ranks import PathRanks
+from dflash_online.tree.walk import walk
+from server_patches.acceptance import (
+    AcceptanceCounter,
+    StepRanks,
+    StepTag,
+    depth_label,
+    resolved_steps,
+)
 
 
 @dataclass
@@ -29,6 +40,7 @@ class FakeBatch:
 class FakeResult:
     num_correct_drafts_per_req_cpu: list[int]
     dflash_step: StepTag | None = None
+    dflash_ranks: StepRanks | None = None
 
 
 def test_tau_is_pooled_over_steps_with_the_bonus() -> None:
@@ -85,3 +97,44 @@ def test_a_step_that_ends_its_request_counts_the_drafts_that_the_answer_kept(
     )
     request.output_ids, request.finished_len = [0] * num_output, finished_len
     assert step.num_kept() == num_kept
+
+
+def test_ranks_of_a_tree_are_those_of_the_accepted_nodes() -> None:
+    # Two first drafts; below the second, one child.
+    trees = DraftTrees(
+        token_id_RN=torch.tensor([[9, 1, 2, 3]]),
+        parent_RN=torch.tensor([[-1, 0, 0, 2]]),
+        depth_RN=torch.tensor([[0, 1, 1, 2]]),
+        max_depth=2,
+        is_chain=False,
+    )
+    ranks = StepRanks(trees, walk(trees, torch.tensor([[2, 5, 3, 7]])))
+    assert ranks.path(0, 2, is_cut=False) == PathRanks((1, 0), (2, 1))
+    assert ranks.path(0, 1, is_cut=True) == PathRanks((1,), (2,))
+    missed = StepRanks(trees, walk(trees, torch.tensor([[2, 5, 8, 7]])))
+    assert missed.path(0, 1, is_cut=False) == PathRanks((1,), (2, 1))
+
+
+def test_ranks_of_a_chain_need_no_tensors() -> None:
+    trees = chain_trees(torch.tensor([9]), torch.tensor([[1, 2]]))
+    ranks = StepRanks(trees, walk(trees, torch.tensor([[1, 8, 7]])))
+    assert ranks.path(0, 1, is_cut=False) == PathRanks((0,), (1, 1))
+    assert ranks.path(0, 2, is_cut=False) == PathRanks((0, 0), (1, 1))
+    assert ranks.path(0, 0, is_cut=True) == PathRanks((), ())
+
+
+def test_acceptance_by_depth_and_rank_is_reported_and_labelled_with_bounds() -> None:
+    series = CollectorRegistry()
+    labels = ("drafter_version", "policy", "depth", "rank")
+    counter = AcceptanceCounter(None, Counter("drafts", "x", labelnames=labels, registry=series))
+    for number in range(70):
+        tag = StepTag(f"{number}-a", 16, is_chain=False)
+        counter.add(tag, 1)
+        counter.add_path(tag, PathRanks((number,), (70, 1)))
+    first = counter.report()[1]
+    assert first["accepted_by_depth_and_rank"] == [[0, 1] + [0] * 68, [0]]
+    assert first["offered_by_depth_and_rank"] == [[1] * 70, [1]]
+    samples = [s for m in series.collect() for s in m.samples if s.name.endswith("_total")]
+    assert {s.labels["rank"] for s in samples} == {"0", "1", "2-3", "4-7", "8+"}
+    assert len({s.labels["drafter_version"] for s in samples}) == 65
+    assert [depth_label(depth) for depth in (1, 8, 9, 20)] == ["1", "8", "9+", "9+"]

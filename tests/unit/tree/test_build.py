@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dflash_online.errors import ConfigError, ShapeError
+from dflash_online.tree import build
 from dflash_online.tree.build import Candidates, best_first_trees, top_candidates, tree_of_candidates
 from dflash_online.tree.draft_tree import DraftTrees, chain_trees
 from dflash_online.tree.reference import heap_tree
@@ -48,6 +49,21 @@ def paths(trees: DraftTrees, request: int) -> list[tuple[int, ...]]:
     return found[1:]
 
 
+def with_heap_limit(limit: int, anchor_R: Tensor, candidates: Candidates, num_nodes: int) -> DraftTrees:
+    """Trees of the heap up to that many nodes of the batch, else of the tensor builder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "HEAP_NODES", limit)
+        return tree_of_candidates(anchor_R, candidates, num_nodes)
+
+
+def assert_same_trees(found: DraftTrees, expected: DraftTrees) -> None:
+    """Node for node, not only as sets."""
+    assert torch.equal(found.token_id_RN, expected.token_id_RN)
+    assert torch.equal(found.parent_RN, expected.parent_RN)
+    assert torch.equal(found.depth_RN, expected.depth_RN)
+    assert found.max_depth == expected.max_depth
+
+
 @settings(max_examples=250, deadline=None)
 @given(
     kind=st.sampled_from(KINDS),
@@ -63,6 +79,8 @@ def test_the_nodes_equal_those_of_the_heap(
     logits = random_logits(kind, seed, num_requests, num_depths, vocab)
     trees = best_first_trees(torch.arange(num_requests), logits, num_nodes)
     candidates = top_candidates(logits, num_nodes)
+    in_tensors = with_heap_limit(0, torch.arange(num_requests), candidates, num_nodes)
+    assert_same_trees(trees, in_tensors)
     assert trees.token_id_RN[:, 0].tolist() == list(range(num_requests))
     assert trees.max_depth == min(num_depths, num_nodes)
     assert not trees.is_chain
@@ -76,9 +94,9 @@ def test_the_nodes_equal_those_of_the_heap(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_large_tree_equals_that_of_the_heap(kind: str) -> None:
-    logits = random_logits(kind, 3, 2, 15, 500)
-    trees = best_first_trees(torch.arange(2), logits, 64)
-    candidates = top_candidates(logits, 64)
+    candidates = top_candidates(random_logits(kind, 3, 2, 15, 500), 64)
+    trees = with_heap_limit(0, torch.arange(2), candidates, 64)
+    assert_same_trees(trees, with_heap_limit(128, torch.arange(2), candidates, 64))
     for request in range(2):
         oracle = heap_tree(candidates.log_prob_RDK[request], candidates.token_id_RDK[request], 64)
         assert set(paths(trees, request)) == {node.path for node in oracle}

@@ -114,6 +114,7 @@ def test_chains_of_another_batch_are_refused() -> None:
         ({"mode": PolicyMode.OFF, "num_nodes": 1}, "num_nodes"),
         ({"mode": PolicyMode.CHAIN, "num_nodes": 0}, "num_nodes"),
         ({"mode": PolicyMode.TREE, "num_nodes": 0}, "num_nodes"),
+        ({"mode": PolicyMode.AUTO, "num_nodes": -1}, "num_nodes"),
         ({"mode": PolicyMode.CHAIN, "num_nodes": 1, "max_batch_size": 0}, "max_batch_size"),
         ({"mode": PolicyMode.CHAIN, "num_nodes": 1, "probe_interval": 1}, "probe_interval"),
     ],
