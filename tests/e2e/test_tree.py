@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from scipy.stats import chi2_contingency
 
@@ -14,6 +16,7 @@ from tests.e2e.assertions import (
     assert_stop_strings_and_log_probabilities_survive,
     assert_the_context_limit_ends_a_request,
 )
+from tests.e2e.penalty_oracle import assert_penalties_are_exact
 from tests.e2e.target_server import PROMPTS, TargetServer, chat_text
 
 TEXTS = [chat_text(prompt) for prompt in PROMPTS]
@@ -119,6 +122,15 @@ def test_a_regular_expression_constrains_a_tree_as_it_does_plain_decoding(tree_s
     assert tree == tree_server.generate(text, regex=pattern)["text"]
 
 
+@pytest.mark.parametrize("mode", ["off", "chain", "tree"])
+def test_every_token_is_the_best_after_penalties(
+    tree_server: TargetServer, model_folder: Path, mode: str
+) -> None:
+    """Requests with different penalties in one batch, drafted for as any other."""
+    tree_server.set_policy(mode)
+    assert_penalties_are_exact(tree_server, model_folder)
+
+
 def test_logit_bias_is_that_of_plain_decoding(tree_server: TargetServer) -> None:
     settings: dict[str, Any] = {"logit_bias": {"284": -5.0, "260": 2.0}}
     trees = [tree_server.generate(text, **settings)["output_ids"] for text in TEXTS[:4]]
@@ -152,3 +164,12 @@ def test_sampled_paths_follow_the_law_of_plain_decoding(
     table = [row if rows[0][-1] + rows[1][-1] else row[:-1] for row in rows]
     assert len(common) >= 3
     assert chi2_contingency(table).pvalue > 1e-4
+
+
+def test_a_request_for_what_verify_does_not_make_is_refused(tree_server: TargetServer) -> None:
+    """Upstream admits it, and the scheduler dies of the first answer."""
+    body = {"text": TEXTS[0], "sampling_params": {"temperature": 0.0}, "return_sampling_mask": True}
+    answer = tree_server.client.post("/generate", json=body)
+    assert answer.status_code == httpx.codes.BAD_REQUEST
+    assert "return_sampling_mask is not supported by DFLASH_ONLINE" in answer.text
+    assert tree_server.client.get("/health").status_code == httpx.codes.OK
