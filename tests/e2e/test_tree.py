@@ -151,16 +151,17 @@ def test_sampled_paths_follow_the_law_of_plain_decoding(
     tree_server: TargetServer, law: dict[str, float]
 ) -> None:
     """Three sampled tokens, trees against no drafting: one law, by chi-square."""
-    sampling = {**law, "max_new_tokens": 3, "ignore_eos": True}
+    # Few nodes: SGLang's sampler sorts the vocabulary at each of them.
+    num_samples, sampling = 240, {**law, "max_new_tokens": 3, "ignore_eos": True}
     counts = []
-    for policy in ({"mode": "tree", "num_nodes": 32}, {"mode": "off"}):
+    for policy in ({"mode": "tree", "num_nodes": 8}, {"mode": "off"}):
         tree_server.set_policy(**policy)
-        outputs = tree_server.generate_all([TEXTS[2]] * 300, concurrency=24, **sampling)
+        outputs = tree_server.generate_all([TEXTS[7]] * num_samples, concurrency=24, **sampling)
         counts.append(Counter(tuple(output) for output in outputs))
     outcomes = sorted(set(counts[0]) | set(counts[1]))
     # Outcomes too rare for the test's approximation are pooled.
     common = [o for o in outcomes if counts[0][o] + counts[1][o] >= 10]
-    rows = [[count[o] for o in common] + [300 - sum(count[o] for o in common)] for count in counts]
+    rows = [[count[o] for o in common] + [num_samples - sum(count[o] for o in common)] for count in counts]
     table = [row if rows[0][-1] + rows[1][-1] else row[:-1] for row in rows]
     assert len(common) >= 3
     assert chi2_contingency(table).pvalue > 1e-4
