@@ -76,6 +76,13 @@ PATCHED_NAMES = (
         "upstream sizes the row by the reserve",
     ),
     PatchedName(
+        f"{_SRT}.managers.scheduler.validate_dflash_request",
+        "after",
+        "upstream admits requests for sampling masks, which our verify does not make, and the server dies of"
+        " the first one; and for hidden states, which would silently be missing",
+        "this worker makes both",
+    ),
+    PatchedName(
         f"{_SRT}.entrypoints.http_server.app",
         "add routes",
         "the /dflash/* interface on SGLang's own port and behind its keys",

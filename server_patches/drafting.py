@@ -62,6 +62,9 @@ class Drafting:
         anchor_R = draft_input.bonus_tokens.to(torch.int64)
         self.num_steps += 1
         num_nodes = policy.num_drafts(len(batch.reqs), self.num_steps)
+        if batch.sampling_info is not None and batch.sampling_info.has_custom_logit_processor:
+            # It may look at the request's output, which is not that of a node inside a path.
+            num_nodes = 0
         if num_nodes == 0:
             return root_trees(anchor_R)
         hidden_RDH, is_in_graph = self._draft_block(batch, draft_input, anchor_R)

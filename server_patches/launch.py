@@ -82,6 +82,9 @@ class LaunchConfig:
     cpu_threads: int | None = None
     """Compute threads of the server on a machine without a GPU; None: one per core. Two processes that
     both compute with all cores are many times slower than two that share the cores out: then set it."""
+    is_overlapped: bool | None = None
+    """Whether the scheduler prepares a step while the one before it runs; None: with a GPU. On a CPU both
+    are work of the same cores."""
     flags: tuple[str, ...] = ()
     """Passed to SGLang as they are."""
 
@@ -100,7 +103,16 @@ class LaunchConfig:
             raise ConfigError("max_nodes", self.max_nodes, "in 0..256")
         if self.ready_timeout_s <= 0:
             raise ConfigError("ready_timeout_s", self.ready_timeout_s, "> 0 seconds")
-        owned = ("--speculative-", "--model-path", "--model", "--host", "--port", "--dtype", "--device")
+        owned = (
+            "--speculative-",
+            "--model-path",
+            "--model",
+            "--host",
+            "--port",
+            "--dtype",
+            "--device",
+            "--disable-overlap-schedule",
+        )
         for flag in self.flags:
             if flag.startswith(owned[0]) or flag.split("=")[0] in owned[1:]:
                 raise ConfigError("SGLang flag", flag, "absent: `target serve` sets it itself")
@@ -190,12 +202,14 @@ def make_command(config: LaunchConfig, *, on_gpu: bool) -> list[str]:
         str(config.drafter),
     ]
     if not on_gpu:
-        # Overlap hides host work behind a device; here both are the same cores.
-        command += ["--device", "cpu", "--disable-overlap-schedule", "--sleep-on-idle"]
+        command += ["--device", "cpu", "--sleep-on-idle"]
         defaults = {"--mem-fraction-static": "0.3", "--max-total-tokens": "32768"}
         for flag, value in defaults.items():
             if not any(given.split("=")[0] == flag for given in config.flags):
                 command += [flag, value]
+    is_overlapped = on_gpu if config.is_overlapped is None else config.is_overlapped
+    if not is_overlapped:
+        command.append("--disable-overlap-schedule")
     return command + list(config.flags)
 
 
@@ -334,6 +348,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--capture-tokens", type=int, default=4096, help="tokens that one slot holds")
     parser.add_argument("--max-nodes", type=int, help="largest draft tree (default: 32 on a CPU, 0 on a GPU)")
     parser.add_argument("--cpu-threads", type=int, help="compute threads without a GPU (default: all cores)")
+    parser.add_argument(
+        "--overlap",
+        dest="is_overlapped",
+        action=argparse.BooleanOptionalAction,
+        help="prepare a step while the one before it runs (default: with a GPU)",
+    )
     parser.add_argument("--ready-timeout-s", type=float, default=900.0)
     parser.add_argument(
         "--list-patches", action="store_true", help="print every upstream name touched, and why"

@@ -64,6 +64,11 @@ def _install() -> None:
     HookRegistry.register(f"{results}._resolve_spec_v2_tokens", scheduler_side.take_step, HookType.AFTER)
     HookRegistry.register(f"{results}.process_batch_result_decode", scheduler_side.count_step, HookType.AFTER)
     HookRegistry.register(rows, scheduler_side.widen_row, HookType.AFTER)
+    HookRegistry.register(
+        "sglang.srt.managers.scheduler.validate_dflash_request",
+        scheduler_side.refuse_what_verify_does_not_return,
+        HookType.AFTER,
+    )
     add_routes()
 
 

@@ -215,6 +215,17 @@ def bind_cache_key(_scheduler: object, recv_req: Any, *_args: object, **_kwargs:
         recv_req.extra_key = _side.cache_key(recv_req.extra_key)
 
 
+def refuse_what_verify_does_not_return(
+    result: str | None, req: Any, *_args: object, **_kwargs: object
+) -> str | None:
+    """AFTER scheduler.validate_dflash_request: the reason why a request is refused (HTTP 400), or None."""
+    if result is None and req.return_sampling_mask:
+        return "return_sampling_mask is not supported by DFLASH_ONLINE"
+    if result is None and req.return_hidden_states:
+        return "return_hidden_states is not supported by DFLASH_ONLINE: POST /dflash/capture returns features"
+    return None
+
+
 def widen_row(result: int, *_args: object, **_kwargs: object) -> int | None:
     """AFTER get_req_to_token_extra_context_len: room for the whole reserve beyond the context length."""
     from sglang.srt.mem_cache.allocation_sizing import get_alloc_page_size

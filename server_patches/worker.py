@@ -21,13 +21,15 @@ from typing import Any
 import torch
 from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_func
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
-from sglang.srt.layers.sampler import top_k_top_p_min_p_sampling_from_probs_torch
+from sglang.srt.layers.sampler import (
+    apply_custom_logit_processor,
+    top_k_top_p_min_p_sampling_from_probs_torch,
+)
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
-from sglang.srt.runtime_context import get_parallel, get_spec
+from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
-from sglang.srt.speculative.dflash_utils import apply_dflash_verify_logits_adjustments
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
 
@@ -39,6 +41,7 @@ from server_patches.acceptance import StepRanks, StepTag
 from server_patches.auto import AutoPolicy
 from server_patches.capture.tap import CaptureTap
 from server_patches.drafting import Drafting
+from server_patches.penalties import Penalties
 from server_patches.probe import DrafterProbe
 
 
@@ -54,6 +57,8 @@ class DflashOnlineWorker(DFlashWorkerV2):
             raise PluginError("--speculative-draft-window-size is not supported by DFLASH_ONLINE")
         if get_parallel().attn_dp_enabled:
             raise PluginError("--enable-dp-attention is not supported by DFLASH_ONLINE")
+        if get_exec().features.enable_watermark:
+            raise PluginError("--enable-watermark is not supported by DFLASH_ONLINE")
         if self._is_domino or self.selector is not None or self.lilicorr is not None:
             raise PluginError(
                 "DFLASH_ONLINE drafts with plain DFlash only, not with DFlash2, Domino or LiLiCorr"
@@ -62,6 +67,7 @@ class DflashOnlineWorker(DFlashWorkerV2):
         self.drafter_version = "none"
         self.tap = CaptureTap(is_writer=get_parallel().tp_rank == 0)
         self.auto = AutoPolicy(self.device)
+        self.penalties = Penalties()
         self.probe = DrafterProbe()
         self.drafting = Drafting(self)
 
@@ -106,7 +112,10 @@ class DflashOnlineWorker(DFlashWorkerV2):
                 timed.timer.finish()
                 result.dflash_timed = timed
             return result
-        return super().forward_batch_generation(batch, on_publish, grammar_barrier, pp_proxy_tensors)
+        self.penalties.adjust_prefill(batch)
+        result = super().forward_batch_generation(batch, on_publish, grammar_barrier, pp_proxy_tensors)
+        self.penalties.remember(batch, result.next_token_ids[:, None], None)
+        return result
 
     def _validate_phase1_sampling_support(self, batch: Any) -> None:
         """Upstream warns here that sampling falls back to argmax. It does not in this worker."""
@@ -129,6 +138,7 @@ class DflashOnlineWorker(DFlashWorkerV2):
         self._tp_sync_tokens(target_token_RN)
         committed = walk(trees, target_token_RN)
         commit_lens = committed.num_committed_R.to(torch.int32)
+        self.penalties.remember(batch, committed.produced_RP, commit_lens)
         if batch.return_logprob:
             self._add_logprobs(batch, logits_output, trees, target_token_RN, committed)
         new_seq_lens = prefix_R + commit_lens.to(prefix_R.dtype)
@@ -232,15 +242,21 @@ class DflashOnlineWorker(DFlashWorkerV2):
                 device=logits_output.next_token_logits.device,
                 barrier=grammar_barrier,
             )
-        if batch.sampling_info is not None:
-            apply_dflash_verify_logits_adjustments(
-                next_token_logits=logits_output.next_token_logits,
-                sampling_info=batch.sampling_info,
-                draft_token_num=trees.num_nodes,
-            )
-        if grammar_mask is not None:
-            grammar_mask.apply(logits_output.next_token_logits)
+        self._adjust_logits(batch, logits_output.next_token_logits, trees, grammar_mask)
         return logits_output, target_out
+
+    def _adjust_logits(
+        self, batch: Any, logits_NV: torch.Tensor, trees: DraftTrees, grammar_mask: Any
+    ) -> None:
+        """What a sampler does before it samples, in place, in the order of SGLang's own. [R*N, V]."""
+        info = batch.sampling_info
+        if info is not None and info.has_custom_logit_processor:
+            apply_custom_logit_processor(logits_NV, info, num_tokens_in_batch=trees.num_nodes)
+        self.penalties.adjust_nodes(batch, logits_NV, trees)
+        if grammar_mask is not None:
+            grammar_mask.apply(logits_NV)
+        if info is not None and info.logit_bias is not None:
+            logits_NV.view(len(batch.reqs), trees.num_nodes, -1).add_(info.logit_bias[:, None])
 
     @staticmethod
     def _grammar_tree(trees: DraftTrees) -> GrammarTree:
@@ -268,6 +284,8 @@ class DflashOnlineWorker(DFlashWorkerV2):
             per_node(info.sampling_seed),
             (batch.seq_lens[:, None] + trees.depth_RN).reshape(-1),
         )
+        # SGLang writes temperature 0 as top-k 1, where equal probabilities would be a toss-up.
+        tokens = torch.where(per_node(info.top_ks) <= 1, torch.argmax(logits_NV, dim=-1), tokens.flatten())
         return tokens.to(torch.int64).view(num_requests, num_nodes)
 
     def _tp_sync_tokens(self, target_token_RN: torch.Tensor) -> None:

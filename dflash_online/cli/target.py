@@ -36,6 +36,10 @@ def serve(
     cpu_threads: Annotated[
         int | None, typer.Option(min=1, help="Compute threads without a GPU; default: all cores.")
     ] = None,
+    overlap: Annotated[
+        bool | None,
+        typer.Option(help="Prepare a step while the one before it runs; default: with a GPU."),
+    ] = None,
     sglang_flags: Annotated[
         list[str] | None, typer.Argument(help="After `--`: flags passed to SGLang.")
     ] = None,
@@ -58,6 +62,8 @@ def serve(
     for flag, value in optional.items():
         if value is not None:
             arguments += [flag, str(value)]
+    if overlap is not None:
+        arguments.append("--overlap" if overlap else "--no-overlap")
     if sglang_flags:
         arguments += ["--", *sglang_flags]
     serve_module("server_patches", "target server", arguments, host, port)

@@ -76,12 +76,17 @@ def frozen(model_folder: Path) -> FrozenHead:
 
 @contextmanager
 def serving(
-    model: Path, drafter: Path, log: Path, own_flags: list[str], sglang_flags: list[str]
+    model: Path,
+    drafter: Path,
+    log: Path,
+    own_flags: list[str],
+    sglang_flags: list[str],
+    environment: dict[str, str] | None = None,
 ) -> Iterator[TargetServer]:
     """A server of our own, up and answering; fails when it has ended by the time it is given back."""
     port = free_port()
     command = target_command(model, drafter, port, *own_flags, "--", *sglang_flags)
-    with Service("target", command, log) as service:
+    with Service("target", command, log, environment=environment) as service:
         url = f"http://127.0.0.1:{port}"
         service.wait_ready(f"{url}/dflash/info", timeout_s=300.0, on_wait=lambda _: None)
         with httpx.Client(base_url=url, timeout=180.0, trust_env=False) as client:

@@ -105,6 +105,7 @@ def config(**changes: object) -> LaunchConfig:
         ({"ready_timeout_s": 0.0}, "ready_timeout_s"),
         ({"flags": ("--speculative-algorithm", "DFLASH")}, "SGLang flag"),
         ({"flags": ("--port=1",)}, "SGLang flag"),
+        ({"flags": ("--disable-overlap-schedule",)}, "SGLang flag"),
     ],
 )
 def test_a_value_out_of_bounds_is_named(changes: dict[str, object], field: str) -> None:
@@ -127,6 +128,13 @@ def test_cpu_support_is_added_only_without_a_gpu(tmp_path: Path) -> None:
     assert on_cpu["SGLANG_USE_CPU_ENGINE"] == "1"
     assert on_cpu["OMP_NUM_THREADS"] == "1"
     assert on_cpu["PYTHONPATH"].split(os.pathsep)[0].endswith("stand_in")
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize("asked", [None, False, True])
+def test_steps_overlap_when_asked_to_and_else_only_with_a_gpu(asked: bool | None, on_gpu: bool) -> None:
+    command = make_command(config(is_overlapped=asked), on_gpu=on_gpu)
+    assert ("--disable-overlap-schedule" not in command) is (on_gpu if asked is None else asked)
 
 
 def test_trees_are_on_by_default_only_where_they_are_proved(tmp_path: Path) -> None:
