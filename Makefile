@@ -19,7 +19,7 @@ RIVALS := $(VENV)/rivals
 RIVAL_LISTS := $(wildcard tests/rivals/*.txt)
 RIVAL_STAMPS := $(RIVAL_LISTS:tests/rivals/%.txt=$(RIVALS)/%/.installed)
 
-.PHONY: demo test check install rivals clean
+.PHONY: demo test lint check install rivals clean
 .DEFAULT_GOAL := check
 
 install: $(STAMP)
@@ -47,9 +47,11 @@ rivals: $(RIVAL_STAMPS)
 demo: $(STAMP)
 	@$(BIN)/dflash-online demo --minutes $(MINUTES)
 
-check: $(STAMP)
+lint: $(STAMP)
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/mypy --no-error-summary
+
+check: lint
 	@$(BIN)/python -m pytest -q tests/unit
 
 test: $(MODEL)/fetched.json $(RIVAL_STAMPS)
