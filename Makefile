@@ -3,7 +3,7 @@
 #   make demo [MINUTES=8]   the whole loop on a real small model, at most 15 minutes after the install
 #   make rivals              other implementations that some tests compare with; make test makes them too
 #   make check               lint, types, unit tests: under 2 minutes
-#   make test                every test, the real SGLang included: under 20 minutes
+#   make test                every test, the real SGLang included: under 30 minutes
 #   make clean               take away what make made
 
 PYTHON ?= python3.11

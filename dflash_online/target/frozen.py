@@ -56,19 +56,22 @@ class FrozenHead:
             prefix = next((p for p in _PREFIXES if p + _EMBEDDING in files.names), None)
             if prefix is None:
                 raise ConfigError("target", str(path), f"a folder with a tensor *{_EMBEDDING}")
-            embedding_VH = files.read(prefix + _EMBEDDING).to(device, dtype)
+            embedding_VH = _floats(files, prefix + _EMBEDDING).to(device, dtype)
             norm_name = _existing(files, path, prefix + _FINAL_NORM)
             final_norm_H = files.read(norm_name).to(device, dtype)
             weight_VH = embedding_VH
             head_names = (_HEAD, "language_model." + _HEAD, prefix + _HEAD)
             is_stored = any(name in files.names for name in head_names)
             if info.tie_word_embeddings is False or (info.tie_word_embeddings is None and is_stored):
-                weight_VH = files.read(_existing(files, path, *head_names)).to(device, dtype)
+                weight_VH = _floats(files, _existing(files, path, *head_names)).to(device, dtype)
         except (OSError, SafetensorError, KeyError, ValueError) as exc:
             raise ConfigError("target", str(path), f"a folder of readable safetensors ({exc})") from exc
         for name, matrix in (("embedding", embedding_VH), ("head", weight_VH)):
             if matrix.ndim != 2 or matrix.shape[1] != info.hidden_size:
                 raise ConfigError(f"target {name}", tuple(matrix.shape), f"[rows, {info.hidden_size}]")
+            # Padded to more rows than the vocabulary: usual. Fewer: one rank's shard of it.
+            if len(matrix) < info.vocab_size:
+                raise ConfigError(f"target {name}", len(matrix), f"whole: {info.vocab_size} rows or more")
         return cls(embedding_VH, weight_VH, final_norm_H, info.rms_norm_eps)
 
     @property
@@ -116,6 +119,15 @@ def fastest_dtype(hidden_size: int, device: torch.device | str = "cpu") -> torch
             F.linear(left, right)
         seconds[dtype] = time.perf_counter() - start
     return torch.bfloat16 if 1.2 * seconds[torch.bfloat16] < seconds[torch.float32] else torch.float32
+
+
+def _floats(files: WeightFiles, name: str) -> Tensor:
+    """A matrix of numbers; the codes of a quantized one would be taken for weights."""
+    matrix = files.read(name)
+    if matrix.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        kind = str(matrix.dtype).removeprefix("torch.")
+        raise ConfigError(f"target {name} dtype", kind, "float32, bfloat16 or float16: not quantized")
+    return matrix
 
 
 def _existing(files: WeightFiles, path: Path, *names: str) -> str:

@@ -80,6 +80,8 @@ class Switches:
     """Captures whose connection breaks in the middle of the features."""
     num_corrupt: int = 0
     """Captures with one byte flipped."""
+    num_not_finite: int = 0
+    """Captures with NaN or infinity among the features."""
     num_refuse: int = 0
     """Captures answered with 422."""
     num_refuse_stage: int = 0
@@ -302,7 +304,11 @@ def _routes(target: FakeTarget) -> FastAPI:
 def _stream(target: FakeTarget, body: dict[str, Any], is_corrupt: bool, vanishes: bool) -> Iterator[bytes]:
     """The record's bytes; a synchronous generator runs in a thread, so the server stays responsive."""
     time.sleep(target.switches.capture_delay_s)
-    data = bytearray(b"".join(bytes(part) for part in encode_record(target.record(body))))
+    record = target.record(body)
+    if _take(target.switches, "num_not_finite"):
+        # NaN and infinity in turn.
+        record.features_TF[-1, -1] = float("nan" if target.switches.num_not_finite % 2 else "inf")
+    data = bytearray(b"".join(bytes(part) for part in encode_record(record)))
     if is_corrupt:
         data[len(data) // 2] ^= 0xFF  # within the features
     if vanishes:

@@ -251,8 +251,9 @@ def test_corrupt_and_refused_records_are_counted_and_the_stream_goes_on(
 ) -> None:
     target.switches.num_corrupt = 1
     target.switches.num_refuse = 1
-    trainer.wait_until(lambda: sum(trainer.status()["records"]["dropped"].values()) == 2, "two drops")
-    assert trainer.status()["records"]["dropped"] == {"checksum": 1, "refused": 1}
+    target.switches.num_not_finite = 2
+    trainer.wait_until(lambda: sum(trainer.status()["records"]["dropped"].values()) == 4, "four drops")
+    assert trainer.status()["records"]["dropped"] == {"checksum": 1, "refused": 1, "not_finite": 2}
     reasons = {event["reason"]: event["detail"] for event in trainer.events("record_dropped")}
     assert "checksum must be" in reasons["checksum"]
     total = trainer.status()["records"]["num_total"]
@@ -280,7 +281,8 @@ def test_version_that_drafts_worse_live_is_rolled_back_by_the_guard(
     trainer: TrainerProcess, target: FakeTarget, run_id: str
 ) -> None:
     good = target.versions[-1]
-    published = len(trainer.events("published"))
+    count = "SELECT COUNT(*) FROM events WHERE run_id = ? AND kind = 'published'"
+    published = query(trainer, count, run_id)[0][0]
     trainer.wait_until(lambda: target.acceptance()["versions"][-1]["histogram"][0] > 200, "live steps of it")
     number = (
         int(trainer.status()["worker"]["step"])
@@ -295,7 +297,7 @@ def test_version_that_drafts_worse_live_is_rolled_back_by_the_guard(
     assert "live tau 1.100 < 1.350 = (1 - 0.1) * 1.500" in event["reason"]
     assert target.versions[-1] == good
     assert trainer.status()["drafter_version"] == good
-    assert len(trainer.events("published")) == published + 1
+    assert query(trainer, count, run_id)[0][0] == published + 1
     target.switches.tau_of_number.clear()
 
 

@@ -200,6 +200,9 @@ class Feed:
         if not bool((mask_T[:-1] & mask_T[1:]).any()):
             self._drop(plan, DropReason.UNTRAINABLE, "no two supervised tokens in a row")
             return
+        if not await asyncio.to_thread(_is_finite, record):
+            self._drop(plan, DropReason.NOT_FINITE, "features hold NaN or infinity")
+            return
         folder = self._store.folder(self._run.run_id)
         is_held_out = plan.kind is RecordKind.HELD_OUT
         path = await self._write(record, folder.held_out if is_held_out else folder.buffer)
@@ -250,6 +253,10 @@ class Feed:
                 reason=reason.value,
                 detail=detail,
             )
+
+
+def _is_finite(record: Record) -> bool:
+    return bool(record.features_TF.isfinite().all())
 
 
 def _reason_of(error: WireError) -> DropReason:

@@ -42,6 +42,8 @@ class DropReason(enum.StrEnum):
     """Its features might not fit the buffer at all."""
     UNTRAINABLE = "untrainable"
     """No supervised token follows another: no anchor."""
+    NOT_FINITE = "not_finite"
+    """A feature is NaN or infinite: the target overflowed. One such row would spoil a whole step."""
     PROMPT = "prompt"
     """The chat template cannot render it."""
     UNREADABLE = "unreadable"

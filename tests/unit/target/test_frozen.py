@@ -112,6 +112,29 @@ def test_a_matrix_of_another_width_is_refused(tmp_path):
         FrozenHead.from_folder(write_target_folder(tmp_path, tensors, hidden_size=HIDDEN + 1))
 
 
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_a_quantized_matrix_is_refused_by_name_and_type(tmp_path, name):
+    tensors = target_tensors()
+    tensors[name] = torch.zeros(VOCAB, HIDDEN, dtype=torch.float8_e4m3fn)
+    with pytest.raises(ConfigError, match=rf"target {name} dtype must be .*not quantized, got 'float8"):
+        FrozenHead.from_folder(write_target_folder(tmp_path, tensors))
+
+
+def test_a_head_whose_weight_is_packed_is_missing_by_name(tmp_path):
+    tensors = target_tensors(head="lm_head.qweight")
+    with pytest.raises(ConfigError, match=r"a folder with a tensor lm_head.weight"):
+        FrozenHead.from_folder(write_target_folder(tmp_path, tensors))
+
+
+def test_a_shard_of_the_vocabulary_is_refused_and_padding_is_kept(tmp_path):
+    tensors = target_tensors()
+    padded = FrozenHead.from_folder(write_target_folder(tmp_path / "padded", tensors, vocab_size=VOCAB - 5))
+    assert padded.vocab_size == VOCAB
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][: VOCAB // 2].clone()
+    with pytest.raises(ConfigError, match="target head must be whole: 37 rows or more, got 18"):
+        FrozenHead.from_folder(write_target_folder(tmp_path / "shard", tensors))
+
+
 def test_unreadable_weights_are_named(tmp_path):
     folder = write_target_folder(tmp_path, target_tensors())
     (folder / "model.safetensors").write_bytes(b"no tensors here")
