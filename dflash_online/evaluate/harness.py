@@ -29,7 +29,7 @@ from dflash_online.evaluate.interval import Interval, pooled_tau_interval
 from dflash_online.evaluate.readings import RecordReadings, check_budgets, read_record
 from dflash_online.evaluate.tau import pooled, tau_of, walk_rounds
 from dflash_online.target.frozen import FrozenHead
-from dflash_online.wire.record import Record
+from dflash_online.wire.record import Record, TargetIdentity
 
 NUM_BINS = 10
 LENGTH_EDGES = (128, 256, 512, 1024, 2048, 4096)
@@ -130,6 +130,7 @@ class Harness:
 
     def __init__(self, drafter: DFlashDrafter, frozen: FrozenHead, *, num_nodes: Sequence[int] = ()) -> None:
         self._drafter, self._frozen, self._num_nodes = drafter, frozen, check_budgets(num_nodes)
+        self._target: TargetIdentity | None = None
         self.report = EvaluationReport()
 
     def add(self, record: Record) -> bool:
@@ -144,6 +145,7 @@ class Harness:
             return False
         anchor_A = valid_anchors(record.loss_mask_T())
         readings = read_record(self._drafter, self._frozen, record, anchor_A, num_nodes=self._num_nodes)
+        self._target = record.header.target
         report = self.report
         report.record_ids.append(record.header.record_id)
         block_size = self._drafter.config.block_size
@@ -161,6 +163,8 @@ class Harness:
             return f"features {header.row_width} wide, the drafter reads {config.feature_width}"
         if max(header.token_ids, default=0) >= self._frozen.vocab_size:
             return f"a token beyond the target's vocabulary of {self._frozen.vocab_size}"
+        if self._target is not None and header.target.weight_checksum != self._target.weight_checksum:
+            return f"of target {header.target.path}, not of {self._target.path} with the weights of the first"
         if not len(valid_anchors(record.loss_mask_T())):
             return "no two supervised tokens in a row"
         if not record.features_TF.isfinite().all():

@@ -32,6 +32,7 @@ from dflash_online.wire.record import Record
 CHAIN, ORACLE, ORACLE_WIDTH = "chain", "top8_oracle", 8
 MAX_EVAL_NODES = 512
 _CHUNK_VALUES = 32 << 20  # of float32 logits: 128 MiB
+_CHUNK_ANCHORS = 256  # drafted in one pass; the context's keys are computed again for each pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,17 +84,25 @@ def read_record(
         ConfigError: a budget is out of bounds.
     """
     budgets = check_budgets(num_nodes)
-    batch = all_blocks(record, anchor_A, drafter.config.block_size).to(frozen.weight_VH.device)
-    hidden_ADH = block_hidden(drafter, frozen, batch)[:, 1:]
     chunks = [
-        _read_chunk(hidden_ADH[rows], frozen, batch, rows, budgets)
-        for rows in _chunks(len(hidden_ADH), (batch.block_size - 1) * frozen.vocab_size)
+        chunk
+        for part_A in torch.split(anchor_A, _CHUNK_ANCHORS)
+        for chunk in _read_blocks(drafter, frozen, record, part_A, budgets)
     ]
     names = chunks[0].accepted
     return RecordReadings(
         {name: torch.cat([chunk.accepted[name] for chunk in chunks]) for name in names},
         *(torch.cat([getattr(chunk, field) for chunk in chunks]) for field in RecordReadings.__slots__[1:]),
     )
+
+
+def _read_blocks(
+    drafter: DFlashDrafter, frozen: FrozenHead, record: Record, anchor_A: Tensor, budgets: Sequence[int]
+) -> Iterator[RecordReadings]:
+    batch = all_blocks(record, anchor_A, drafter.config.block_size).to(frozen.weight_VH.device)
+    hidden_ADH = block_hidden(drafter, frozen, batch)[:, 1:]
+    for rows in _chunks(len(hidden_ADH), (batch.block_size - 1) * frozen.vocab_size):
+        yield _read_chunk(hidden_ADH[rows], frozen, batch, rows, budgets)
 
 
 def _chunks(num_anchors: int, values_per_anchor: int) -> Iterator[slice]:

@@ -1,8 +1,8 @@
-"""Tables of evaluations, for people: one column per drafter."""
+"""Tables of evaluations, for people: one column per drafter. Long names are folded, never cut."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
@@ -14,7 +14,7 @@ Reports = Mapping[str, EvaluationReport]
 
 def tau_table(reports: Reports) -> Table:
     """tau by reading, with 95 % intervals over records."""
-    table = Table("reading", *(f"tau of {label}" for label in reports), title="tokens per verify step")
+    table = _table("reading", [f"tau of {label}" for label in reports], "tokens per verify step")
     for reading in next(iter(reports.values())).histograms:
         cells = []
         for report in reports.values():
@@ -27,12 +27,13 @@ def tau_table(reports: Reports) -> Table:
 
 def slot_table(reports: Reports) -> Table:
     """Top-1, top-8 and loss of each slot, over all anchors."""
-    table = Table("slot", title="all anchors: top-1, top-8, loss in nats")
-    for label in reports:
-        table.add_column(label, justify="right")
-    for index in range(len(next(iter(reports.values())).top1)):
+    table = _table("slot", list(reports), "all anchors: top-1, top-8, loss in nats")
+    # Drafters of unequal block sizes can be compared: the shorter one has no figure for late slots.
+    for index in range(max(len(report.top1) for report in reports.values())):
         cells = [
             f"{report.top1[index]:.3f} {report.top8[index]:.3f} {report.loss[index]:.2f}"
+            if index < len(report.top1)
+            else "-"
             for report in reports.values()
         ]
         table.add_row(str(index + 1), *cells)
@@ -41,9 +42,7 @@ def slot_table(reports: Reports) -> Table:
 
 def length_table(reports: Reports) -> Table:
     """Loss by length of the record: equal rows of short and long records are a symptom (recipes v3, v4)."""
-    table = Table("tokens", title="loss by length of the record, nats per slot")
-    for label in reports:
-        table.add_column(label, justify="right")
+    table = _table("tokens", list(reports), "loss by length of the record, nats per slot")
     buckets = next(iter(reports.values())).loss_by_length
     for bucket in sorted(buckets, key=lambda name: int(name.partition("..")[0])):
         cells = []
@@ -51,6 +50,13 @@ def length_table(reports: Reports) -> Table:
             total, slots, records = report.loss_by_length[bucket]
             cells.append(f"{total / max(slots, 1):.3f} ({records} records)")
         table.add_row(bucket, *cells)
+    return table
+
+
+def _table(first: str, names: Sequence[str], title: str) -> Table:
+    table = Table(first, title=title)
+    for name in names:
+        table.add_column(name, justify="right", overflow="fold")
     return table
 
 

@@ -5,23 +5,17 @@ from __future__ import annotations
 import re
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from scipy.stats import chi2_contingency
 
-from dflash_online.drafter.checkpoint import load_checkpoint
-from dflash_online.drafter.config import DrafterConfig
-from dflash_online.evaluate.harness import Harness
 from dflash_online.evaluate.tau import tau_of
-from dflash_online.target.frozen import FrozenHead
 from tests.e2e.assertions import (
     assert_stop_strings_and_log_probabilities_survive,
     assert_the_context_limit_ends_a_request,
 )
-from tests.e2e.conftest import load_drafter
 from tests.e2e.penalty_oracle import assert_penalties_are_exact
 from tests.e2e.target_server import PROMPTS, TargetServer, chat_text
 
@@ -57,21 +51,6 @@ def test_a_tree_accepts_more_than_a_chain(tree_server: TargetServer, plain_outpu
     after = tree_server.histograms_by_policy(version)
     tau = {name: tau_of(_difference(after[name], before.get(name, []))) for name in ("chain", "tree:32")}
     assert tau["tree:32"] >= tau["chain"] > 1.3
-
-
-def test_rounds_of_trees_are_those_of_the_offline_walk(
-    tree_server: TargetServer, drafter_config: DrafterConfig, frozen: FrozenHead, trained_drafter: Path
-) -> None:
-    """Per request: rounds by accepted drafts, the last one cut where the length limit cuts the answer."""
-    tree_server.set_policy("tree", num_nodes=16)
-    sampling = {"temperature": 0.0, "max_new_tokens": 32}
-    records = [tree_server.capture(text=text, sampling_params=sampling) for text in TEXTS[:4]]
-    drafter = load_drafter(drafter_config, load_checkpoint(trained_drafter).tensors)
-    harness = Harness(drafter, frozen, num_nodes=[16])
-    assert all([harness.add(record) for record in records])
-    for record, offline in zip(records, harness.report.histograms["ddtree_nodes_16"], strict=True):
-        online = record.header.acceptance
-        assert [*online, *[0] * (len(offline) - len(online))] == list(offline)
 
 
 def _difference(after: list[int], before: list[int]) -> list[int]:

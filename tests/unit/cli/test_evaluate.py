@@ -14,6 +14,8 @@ from dflash_online.drafter.checkpoint import TrainingInfo, export_tensors, save_
 from dflash_online.evaluate.tau import evaluate_drafter
 from dflash_online.target.frozen import FrozenHead
 from dflash_online.wire.codec import encode_record
+from tests.integration.fake_target import LAYER_IDS
+from tests.integration.fake_target import write_target_folder as write_served_folder
 
 
 @pytest.fixture
@@ -90,6 +92,28 @@ def test_eval_passes_over_a_file_that_is_no_record_and_says_so(
     captured = capsys.readouterr()
     assert json.loads(captured.out.splitlines()[-1])["drafters"][0]["num_records"] == 1
     assert "0.rec: left out" in captured.err
+
+
+def test_eval_answers_prompts_with_the_target_in_this_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = write_served_folder(tmp_path / "target")
+    config = tiny_config(
+        hidden_size=32, vocab_size=264, num_target_layers=8, target_layer_ids=LAYER_IDS, mask_token_id=263
+    )
+    tensors = export_tensors(tiny_drafter(config), config)
+    save_checkpoint(tmp_path / "drafter", config, tensors, training=TrainingInfo(number=3))
+    lines = [{"messages": [{"role": "user", "content": text}]} for text in ("hello", "good day")]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    arguments = ["--drafter", str(tmp_path / "drafter"), "--target", str(target)]
+    arguments += ["--prompts", str(tmp_path / "prompts.jsonl"), "--max-new-tokens", "20", "--nodes", "8"]
+    assert run("eval", *arguments, "--json") == 0
+    (found,) = json.loads(capsys.readouterr().out.splitlines()[-1])["drafters"]
+    assert (found["num_records"], found["left_out"]) == (2, {})
+    for reading in found["tau"].values():
+        committed = sum((a + 1) * count for a, count in enumerate(reading["histogram"]))
+        assert 2 <= committed <= 2 * 20
+        assert reading["tau"] == pytest.approx(committed / reading["num_rounds"])
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,12 @@ records."""
 from __future__ import annotations
 
 import dataclasses
+import io
 
 import pytest
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 from tiny_models import HIDDEN, tiny_config, tiny_drafter, tiny_head, tiny_record
 
 from dflash_online.distill.pack import all_blocks, valid_anchors
@@ -16,6 +18,7 @@ from dflash_online.evaluate import readings
 from dflash_online.evaluate.harness import Harness, compare_reports
 from dflash_online.evaluate.plot import write_plots
 from dflash_online.evaluate.readings import read_record
+from dflash_online.evaluate.table import length_table, paired_table, slot_table, tau_table
 from dflash_online.evaluate.tau import chain_walk, evaluate_drafter, tau_of
 from dflash_online.tree.reference import heap_tree
 
@@ -98,7 +101,8 @@ def test_readings_are_ordered_as_theory_says_at_every_anchor():
 
 
 def test_slots_loss_and_calibration_are_plain_sums(monkeypatch):
-    monkeypatch.setattr(readings, "_CHUNK_VALUES", 700)  # three anchors to a chunk
+    monkeypatch.setattr(readings, "_CHUNK_VALUES", 700)  # three anchors to a chunk of logits
+    monkeypatch.setattr(readings, "_CHUNK_ANCHORS", 8)
     records, drafter, head = some_records(), tiny_drafter(CONFIG), loose_head()
     report = reported(records)
     num, loss, top8, confidence, right = (torch.zeros(5) for _ in range(5))
@@ -125,6 +129,17 @@ def test_slots_loss_and_calibration_are_plain_sums(monkeypatch):
     assert sum(report.loss_histogram) == int(num.sum())
     assert sum(slots for _, slots, _ in report.loss_by_length.values()) == int(num.sum())
     assert {bucket: records for bucket, (_, _, records) in report.loss_by_length.items()} == {"1..127": 6}
+
+
+def test_rounds_of_every_reading_add_up_to_the_answer():
+    records = some_records()
+    report = reported(records, num_nodes=[8])
+    for histograms in report.histograms.values():
+        for record, histogram in zip(records, histograms, strict=True):
+            committed = sum((a + 1) * count for a, count in enumerate(histogram))
+            # Tokens behind each answer's first; of its last round the bonus may lie behind its end.
+            lengths = [end - start - 1 for start, end in record.header.loss_spans]
+            assert sum(lengths) <= committed <= sum(lengths) + len(lengths)
 
 
 def test_calibration_error_of_a_drafter_that_is_sure_and_wrong_is_near_one():
@@ -190,6 +205,36 @@ def test_records_of_other_layers_or_with_features_that_are_not_finite_are_left_o
         "layers [1, 4], the drafter reads [1, 5]": 1,
         "features that are not finite": 2,
     }
+
+
+def test_a_record_of_another_target_than_the_first_is_left_out():
+    harness = Harness(tiny_drafter(CONFIG), tiny_head())
+    record = tiny_record(20, ((4, 20),))
+    tuned = dataclasses.replace(record.header.target, path="tuned", weight_checksum="01")
+    other = dataclasses.replace(record, header=dataclasses.replace(record.header, target=tuned))
+    assert [harness.add(one) for one in (record, other, record)] == [True, False, True]
+    assert harness.report.left_out == {"of target tuned, not of tiny with the weights of the first": 1}
+
+
+def test_tables_show_every_figure_in_80_columns_and_drafters_of_unequal_blocks():
+    short = Harness(tiny_drafter(tiny_config(block_size=4)), loose_head(), num_nodes=[8, 64])
+    for record in some_records():
+        short.add(record)
+    long_name = "5-de9e7c8469d8 (/home/user/runs/run-20250101-000000-f336/checkpoints/v000005)"
+    reports = {long_name: short.report, "5-de9e7c8469d8": reported(some_records(), num_nodes=[8, 64])}
+    pairs = {name: compare_reports(*reports.values(), reading=name) for name in short.report.histograms}
+    console = Console(width=80, file=io.StringIO(), soft_wrap=True)
+    for table in (tau_table(reports), slot_table(reports), length_table(reports), paired_table(pairs)):
+        console.print(table)
+    text = console.file.getvalue()
+    assert max(len(line) for line in text.splitlines()) <= 80
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text
+    for report in reports.values():
+        figures = [f"{report.tau(name):.3f}" for name in report.histograms]
+        assert all(figure in text for figure in (*figures, *(f"{share:.3f}" for share in report.top8)))
+    assert [
+        line.split()[3] for line in text.splitlines() if line.startswith("\N{BOX DRAWINGS LIGHT VERTICAL} 5 ")
+    ] == ["-"]
 
 
 @pytest.mark.parametrize("budget", [0, -3, 513])
