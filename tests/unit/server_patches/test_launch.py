@@ -19,7 +19,7 @@ from tiny_models import HIDDEN, VOCAB, tiny_config, tiny_drafter, write_target_f
 from dflash_online.drafter.checkpoint import TrainingInfo, export_tensors, save_checkpoint
 from dflash_online.drafter.config import DrafterConfig
 from dflash_online.errors import ConfigError, PluginError
-from server_patches.compat import MAX_NODES_ENV
+from server_patches.compat import MAX_NODES_ENV, POLICY_ENV
 from server_patches.launch import LaunchConfig, ReadyWatch, make_command, make_environment
 
 
@@ -146,6 +146,16 @@ def test_trees_are_on_by_default_only_where_they_are_proved(tmp_path: Path) -> N
         "0",
         "7",
     )
+
+
+def test_the_policy_at_the_start_may_be_auto(tmp_path: Path) -> None:
+    def policy(given: str | None) -> str:
+        return make_environment(config(policy=given), tmp_path, 1000, on_gpu=False)[POLICY_ENV]
+
+    assert (policy("auto"), policy(None)) == ("auto", "chain")
+    with pytest.raises(ConfigError) as refused:
+        config(policy="fastest")
+    assert refused.value.field == "policy"
 
 
 def test_a_real_kernel_package_is_never_shadowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
