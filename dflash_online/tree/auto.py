@@ -11,10 +11,10 @@ few steps: mean of both, the prediction weighing `MODEL_WEIGHT` steps. All estim
 weighs half at the latest after its limit of samples, seconds also by age. Tokens and ranks start anew with
 each drafter version; seconds stay.
 
-Exploration: a step runs another choice, least recently tried first, only while the time spent so is within
-`WARM_SHARE` of the bucket's decode time as long as some choice lacks samples, `STEADY_SHARE` after that.
-Choices that could not win even if every draft were accepted are not tried. Hysteresis: another choice is
-taken only if it is better by `MARGIN`.
+Exploration: a step runs another choice, one that lacks samples first, else the least recently tried, only
+while the time spent so is within `WARM_SHARE` of the bucket's decode time as long as some choice lacks
+samples, `STEADY_SHARE` after that. Choices that could not win even if every draft were accepted are not
+tried. Hysteresis: another choice is taken only if it is better by `MARGIN`.
 
 Raises ConfigError. Called by one thread.
 """
@@ -300,9 +300,13 @@ class AutoChooser:
         bucket.next_trial = self._pick_trial(bucket, rates)
 
     def _pick_trial(self, bucket: Bucket, rates: dict[Choice, float]) -> Choice | None:
-        """The least recently tried; those that lack samples come first."""
+        """The one that lacks samples and has most of them, so that one is known before the next begins; when
+        none lacks any, the least recently tried."""
         others = [c for c in self.rungs if c != bucket.pick and not self._is_hopeless(bucket, c)]
-        return min(others, key=lambda c: (c in rates, bucket.timings[c].last_tried), default=None)
+        lacking = [c for c in others if c not in rates]
+        if lacking:
+            return max(lacking, key=lambda c: bucket.timings[c].num_steps)
+        return min(others, key=lambda c: bucket.timings[c].last_tried, default=None)
 
     # ---- what it knows --------------------------------------------------------------------------------
 

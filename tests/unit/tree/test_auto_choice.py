@@ -19,7 +19,7 @@ from dflash_online.tree.ranks import PathRanks
 
 OFF, CHAIN = Choice(PolicyMode.OFF, 0), Choice(PolicyMode.CHAIN, 7)
 GOOD_RANKS = [[0.5, 0.2, 0.1, 0.05]] * 7
-ONLY_BEST = [[0.8, 0.0, 0.0, 0.0]] * 7
+ONLY_BEST = [[0.95, 0.0, 0.0, 0.0]] * 7
 HOPELESS = [[0.0, 0.0]] * 7
 
 
@@ -112,7 +112,7 @@ def test_off_wins_where_verifying_is_dear() -> None:
 
 
 def test_chain_wins_where_only_the_best_rank_is_ever_accepted() -> None:
-    server = Server(lambda _, width: 0.02 + 0.001 * width, ONLY_BEST)
+    server = Server(lambda _, width: 0.02 + 0.003 * width, ONLY_BEST)
     assert server.run(600) == CHAIN
 
 
@@ -194,6 +194,15 @@ def test_noise_does_not_make_it_flap() -> None:
         picks.append(server.run(1))
     changes = sum(a != b for a, b in itertools.pairwise(picks))
     assert changes <= 6
+
+
+def test_some_alternatives_are_known_after_a_few_requests() -> None:
+    """Trials are spent on one choice after the other: all begun and none known would help nobody."""
+    server = Server(lambda _, width: 0.1 if width == 1 else 0.2 + 0.01 * width, [[0.97, 0.01]] * 7)
+    server.run(45)
+    (entry,) = server.chooser.describe()["batch_sizes"]
+    known = [c["policy"] for c in entry["choices"] if c["tokens_per_second_per_request"] is not None]
+    assert {"off", "chain"} <= set(known)
 
 
 def test_one_slow_step_does_not_upset_it() -> None:
