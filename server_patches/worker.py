@@ -108,7 +108,8 @@ class DflashOnlineWorker(DFlashWorkerV2):
             )
             policy = self.policy if timed is None else timed.policy
             result = self._decode(batch, policy, on_publish, grammar_barrier)
-            if timed is not None:
+            # A step that could not draft what was chosen says nothing of the choice.
+            if timed is not None and result.dflash_step.num_nodes == timed.choice.num_nodes:
                 timed.timer.finish()
                 result.dflash_timed = timed
             return result
