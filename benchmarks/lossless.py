@@ -193,8 +193,8 @@ def find_differences(
 
 
 def law_of_two_tokens(server: Server, model: Any, prompt: list[int], num_samples: int) -> dict[str, float]:
-    """p-values of two sampled tokens against their exact probabilities, top-p 0.8 of a warm distribution."""
-    temperature, top_p = 0.7, 0.8
+    """p-values of two sampled tokens against their exact probabilities, top-p 0.9 of a warm distribution."""
+    temperature, top_p = 1.5, 0.9
 
     def kept(ids: list[int]) -> dict[int, float]:
         probs_V = torch.softmax(next_logits(model, ids) / temperature, dim=-1)
