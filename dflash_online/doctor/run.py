@@ -94,8 +94,11 @@ def _steps(
     first = answers[0]
     yield "features", "all hooked layers", lambda: live_checks.check_features(reference, first, dtype)
     if policy["mode"] == "off":
-        raise_off = _raising("the server's policy is off: nothing is drafted (PUT /dflash/policy)")
-        yield "context keys", "", raise_off
+        yield (
+            "context keys",
+            "",
+            _raising("the server's policy is off: nothing is drafted (PUT /dflash/policy)"),
+        )
         return
     served = server.probe(list(prompts[0]))
     features_CF = reference.target.features(list(prompts[0])).float()
