@@ -124,7 +124,7 @@ def _top_probs(model: Any, ids: list[int], temperature: float, top_k: int) -> di
         ({"mode": "chain", "num_nodes": 8}, "num_nodes", "at most 7"),
         ({"mode": "chain", "num_nodes": 0}, "num_nodes", ">= 1"),
         ({"mode": "off", "num_nodes": 2}, "num_nodes", "0 when mode is off"),
-        ({"mode": "bush"}, "mode", "'off', 'chain' or 'tree'"),
+        ({"mode": "bush"}, "mode", "'off', 'chain', 'tree' or 'auto'"),
         ({"mode": "tree", "num_nodes": 65}, "num_nodes", "at most 64"),
         ({"mode": "tree", "num_nodes": 0}, "num_nodes", ">= 1"),
         ({"mode": "chain", "max_batch_size": 0}, "max_batch_size", "greater than or equal to 1"),
