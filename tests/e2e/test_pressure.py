@@ -8,6 +8,7 @@ that are decoding.
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +22,11 @@ import pytest
 from tests.e2e.conftest import serving
 from tests.e2e.penalty_oracle import assert_penalties_are_exact
 from tests.e2e.target_server import PROMPTS, TargetServer, chat_text
+
+# A second server, and retractions that depend on how fast the machine is: asked for, not part of every run.
+pytestmark = pytest.mark.skipif(
+    "DFLASH_PRESSURE" not in os.environ, reason="set DFLASH_PRESSURE=1 to test drafting under memory pressure"
+)
 
 # About 90 tokens each, without a shared prefix: three chunks, and no request finds another's cache.
 LONG_TEXTS = [chat_text(f"{q} Say it in your own words. " + f"{q[::-1]} " * 2) for q in PROMPTS[:6]]
