@@ -232,7 +232,8 @@ def test_acceptance_is_reported_by_depth_and_rank(
         if (entry["drafter_version"], entry["policy"]) == (version, "tree:24")
     )
     accepted, offered = entry["accepted_by_depth_and_rank"], entry["offered_by_depth_and_rank"]
-    assert sum(accepted[0][1:]) > 0
+    # Drafts that only a tree offers were accepted, at whatever depth.
+    assert any(sum(row[1:]) for row in accepted)
     # A draft of depth d was accepted by every step that accepted d or more.
     for depth, row in enumerate(accepted, start=1):
         assert sum(row) == sum(entry["histogram"][depth:])
