@@ -14,6 +14,7 @@ from dflash_online.errors import PluginError
 SGLANG_VERSION = "0.5.23"
 PLUGIN_NAME = "dflash_online"
 POLICY_ENV, MAX_NODES_ENV = "DFLASH_POLICY", "DFLASH_MAX_NODES"
+VERIFY_WIDTHS_ENV = "DFLASH_VERIFY_WIDTHS"
 ALGORITHM_NAME = "DFLASH_ONLINE"
 
 
@@ -81,6 +82,12 @@ PATCHED_NAMES = (
         "upstream admits requests for sampling masks, which our verify does not make, and the server dies of"
         " the first one; and for hidden states, which would silently be missing",
         "this worker makes both",
+    ),
+    PatchedName(
+        f"{_SRT}.speculative.dflash_utils.resolve_dflash_verify_mask_policy",
+        "after",
+        "a captured verify graph leaves the mask out, and would verify a tree as if it were a chain",
+        "upstream captures DFLASH's verify pass with a mask",
     ),
     PatchedName(
         f"{_SRT}.entrypoints.http_server.app",

@@ -38,14 +38,15 @@ class Drafting:
 
     def why_no_tree(self) -> str | None:
         """Why this server cannot verify trees; None when it can."""
-        head = self._worker.target_worker.model_runner.model.lm_head
-        if torch.device(self._worker.device).type != "cpu":
-            return "trees are not proved on a GPU yet: verify masks and graph widths differ there"
+        runner = self._worker.target_worker.model_runner
+        refusal = self._worker.windows.why_no_mask(runner)
+        if refusal is not None:
+            return refusal
         if get_parallel().tp_size > 1:
             return "tree drafts need the whole vocabulary on one rank (tensor parallelism is on)"
         if self._worker._need_mamba_verify_commit:
             return "the target keeps recurrent state, which a tree verify would mix between branches"
-        if not is_dense_head_weight(getattr(head, "weight", None)):
+        if not is_dense_head_weight(getattr(runner.model.lm_head, "weight", None)):
             return "the target's head is quantized"
         return None
 

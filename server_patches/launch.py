@@ -48,6 +48,7 @@ from server_patches.compat import (
     PATCHED_NAMES,
     PLUGIN_NAME,
     POLICY_ENV,
+    VERIFY_WIDTHS_ENV,
     require_supported_version,
 )
 from server_patches.plugin import ANNOUNCE_DIR_ENV, has_accelerator
@@ -79,6 +80,9 @@ class LaunchConfig:
     max_nodes: int | None = None
     """Largest tree that a policy may ask for, root not counted. Every running request reserves two such
     windows of cache. None: 32 on a CPU, no trees on a GPU (not proved there)."""
+    verify_widths: tuple[int, ...] | None = None
+    """Widths of a verify pass, root included, that a narrower tree is widened to. On a GPU each is a set of
+    CUDA graphs, captured at the start; None: 1, the block size and the largest tree there, none on a CPU."""
     cpu_threads: int | None = None
     """Compute threads of the server on a machine without a GPU; None: one per core. Two processes that
     both compute with all cores are many times slower than two that share the cores out: then set it."""
@@ -101,6 +105,9 @@ class LaunchConfig:
             raise ConfigError("policy", self.policy, f"one of {[mode.value for mode in PolicyMode]}")
         if self.max_nodes is not None and not 0 <= self.max_nodes <= 256:
             raise ConfigError("max_nodes", self.max_nodes, "in 0..256")
+        for width in self.verify_widths or ():
+            if not 1 <= width <= 257:
+                raise ConfigError("verify_widths", width, "in 1..257")
         if self.ready_timeout_s <= 0:
             raise ConfigError("ready_timeout_s", self.ready_timeout_s, "> 0 seconds")
         owned = (
@@ -167,6 +174,8 @@ def make_environment(config: LaunchConfig, folder: Path, slot_bytes: int, *, on_
         POLICY_ENV: config.policy or ("off" if config.drafter is None else "chain"),
         MAX_NODES_ENV: str((0 if on_gpu else 32) if config.max_nodes is None else config.max_nodes),
     }
+    if config.verify_widths is not None:
+        environment[VERIFY_WIDTHS_ENV] = ",".join(map(str, config.verify_widths))
     if not on_gpu:
         environment["SGLANG_USE_CPU_ENGINE"] = "1"
         if config.cpu_threads is not None:
@@ -347,6 +356,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--capture-slots", type=int, default=32, help="captures in flight at most")
     parser.add_argument("--capture-tokens", type=int, default=4096, help="tokens that one slot holds")
     parser.add_argument("--max-nodes", type=int, help="largest draft tree (default: 32 on a CPU, 0 on a GPU)")
+    parser.add_argument(
+        "--verify-widths",
+        type=_widths,
+        metavar="W,W,...",
+        help="widths of a verify pass, root included, each a set of CUDA graphs"
+        " (default: 1, the block size and the largest tree on a GPU, as wide as each tree on a CPU)",
+    )
     parser.add_argument("--cpu-threads", type=int, help="compute threads without a GPU (default: all cores)")
     parser.add_argument(
         "--overlap",
@@ -373,6 +389,11 @@ def main(arguments: Sequence[str]) -> int:
     except DflashOnlineError as exc:
         console.print(f"[red]error:[/red] {exc}")
         return _EXIT_REFUSED
+
+
+def _widths(text: str) -> tuple[int, ...]:
+    """What argparse calls for `--verify-widths`; it turns a ValueError into a usage error."""
+    return tuple(int(width) for width in text.split(",") if width)
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

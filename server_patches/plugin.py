@@ -43,7 +43,7 @@ def _install() -> None:
     require_supported_version()
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from server_patches import scheduler_side
+    from server_patches import scheduler_side, verify_window
     from server_patches.algorithm import register_algorithm
     from server_patches.control import register_front_end
     from server_patches.routes import add_routes
@@ -67,6 +67,11 @@ def _install() -> None:
     HookRegistry.register(
         "sglang.srt.managers.scheduler.validate_dflash_request",
         scheduler_side.refuse_what_verify_does_not_return,
+        HookType.AFTER,
+    )
+    HookRegistry.register(
+        "sglang.srt.speculative.dflash_utils.resolve_dflash_verify_mask_policy",
+        verify_window.read_mask_in_graphs,
         HookType.AFTER,
     )
     add_routes()

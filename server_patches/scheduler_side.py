@@ -72,6 +72,7 @@ class SchedulerSide:
             "policy": describe_policy(self.worker.policy),
             "auto": self.worker.auto.describe(self.worker.policy),
             "max_nodes": self.worker.max_nodes,
+            "verify": self.worker.windows.describe(),
         }
 
     def set_policy(self, body: dict[str, Any]) -> dict[str, Any]:

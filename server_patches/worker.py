@@ -34,7 +34,7 @@ from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
 
 from dflash_online.errors import PluginError
-from dflash_online.tree.draft_tree import DraftTrees, links, visibility
+from dflash_online.tree.draft_tree import DraftTrees, links
 from dflash_online.tree.policy import Policy, PolicyMode
 from dflash_online.tree.walk import Walk, walk
 from server_patches.acceptance import StepRanks, StepTag
@@ -43,6 +43,8 @@ from server_patches.capture.tap import CaptureTap
 from server_patches.drafting import Drafting
 from server_patches.penalties import Penalties
 from server_patches.probe import DrafterProbe
+from server_patches.verify_graphs import VerifyGraphs
+from server_patches.verify_window import VerifyWindows, live_rows, widths_from_environment
 
 
 class DflashOnlineWorker(DFlashWorkerV2):
@@ -69,6 +71,8 @@ class DflashOnlineWorker(DFlashWorkerV2):
         self.auto = AutoPolicy(self.device)
         self.penalties = Penalties()
         self.probe = DrafterProbe()
+        self.windows = VerifyWindows(1 + self.max_nodes, int(self.model_runner.model_config.context_len))
+        self.graphs = VerifyGraphs(target_worker.model_runner)
         self.drafting = Drafting(self)
 
     # The configuration holds the verify width W, by which pools and reserves are sized; what belongs to the
@@ -87,7 +91,13 @@ class DflashOnlineWorker(DFlashWorkerV2):
 
     def init_cuda_graphs(self) -> Any:
         with self._drafter_width():
-            return super().init_cuda_graphs()
+            result = super().init_cuda_graphs()
+        widths = widths_from_environment()
+        if widths is None:
+            # Nothing is drafted, a chain, the largest tree.
+            widths = [1, self.block_size, 1 + self.max_nodes] if self.graphs.has_graphs else []
+        self.windows.prepare(widths, self.target_worker.model_runner.attn_backend, self.graphs)
+        return result
 
     # ---- one step -------------------------------------------------------------------------------------
 
@@ -131,9 +141,10 @@ class DflashOnlineWorker(DFlashWorkerV2):
         batch.seq_lens.record_stream(torch.get_device_module(self.device).current_stream())
         prefix_R = batch.seq_lens
         trees = self.drafting.grow(batch, draft_input, policy)
-        cache_loc_RN, plan = self.plan_window(batch, draft_input, trees.num_nodes)
+        width = self.windows.width_of(trees.num_nodes)
+        cache_loc_RW, plan = self.plan_window(batch, draft_input, width)
         logits_output, target_out = self._verify(
-            batch, draft_input, trees, cache_loc_RN, plan, grammar_barrier
+            batch, draft_input, trees, cache_loc_RW, plan, grammar_barrier
         )
         target_token_RN = self._choose_tokens(batch, logits_output.next_token_logits, trees)
         self._tp_sync_tokens(target_token_RN)
@@ -147,7 +158,7 @@ class DflashOnlineWorker(DFlashWorkerV2):
         if on_publish is not None:
             on_publish(new_seq_lens)
         self._commit_rows(
-            logits_output.hidden_states, trees, committed, cache_loc_RN, plan, prefix_R, commit_lens
+            logits_output.hidden_states, trees, committed, cache_loc_RW, plan, prefix_R, commit_lens
         )
         # Keep the overlap scheduler from copying the feature buffer to the host.
         logits_output.hidden_states = None
@@ -205,35 +216,41 @@ class DflashOnlineWorker(DFlashWorkerV2):
         batch: Any,
         draft_input: Any,
         trees: DraftTrees,
-        cache_loc_RN: torch.Tensor,
+        cache_loc_RW: torch.Tensor,
         plan: Any,
         grammar_barrier: Any,
     ) -> tuple[Any, Any]:
         """One target pass over all nodes; logits [R*N, V] adjusted as sampling would, features [R*N, F]."""
         # Starts an asynchronous copy, so it goes ahead of the target's pass.
         grammar_tree = self._grammar_tree(trees) if batch.has_grammar else None
+        num_requests, width = cache_loc_RW.shape
+        lengths_before = batch.seq_lens_cpu, batch.seq_lens_sum
+        batch.seq_lens_cpu, batch.seq_lens_sum = self.host_lengths(batch, draft_input, width)
+        inputs = self.windows.inputs(trees, batch.seq_lens, width, batch.seq_lens_sum)
         verify_input = DFlashVerifyInput(
-            draft_token=trees.token_id_RN.reshape(-1),
-            positions=(batch.seq_lens[:, None] + trees.depth_RN).reshape(-1),
-            draft_token_num=trees.num_nodes,
-            custom_mask=None if trees.is_chain else visibility(trees),
+            draft_token=inputs.token_id,
+            positions=inputs.position,
+            draft_token_num=width,
+            custom_mask=inputs.mask,
             capture_hidden_mode=CaptureHiddenMode.FULL,
             kv_loc_plan=plan,
         )
-        batch.out_cache_loc = cache_loc_RN.reshape(-1)
-        lengths_before = batch.seq_lens_cpu, batch.seq_lens_sum
-        batch.seq_lens_cpu, batch.seq_lens_sum = self.host_lengths(batch, draft_input, trees.num_nodes)
-        forward_batch, _ = verify_input.prepare_for_verify(batch, self.target_worker)
-        batch.seq_lens_cpu, batch.seq_lens_sum = lengths_before
-        target_out = self.target_worker.forward_batch_generation(
-            batch=None, forward_batch=forward_batch, is_verify=True, skip_attn_backend_init=True
-        )
+        batch.out_cache_loc = cache_loc_RW.reshape(-1)
+        with self.graphs.using(width):
+            forward_batch, _ = verify_input.prepare_for_verify(batch, self.target_worker)
+            batch.seq_lens_cpu, batch.seq_lens_sum = lengths_before
+            target_out = self.target_worker.forward_batch_generation(
+                batch=None, forward_batch=forward_batch, is_verify=True, skip_attn_backend_init=True
+            )
         logits_output = target_out.logits_output
         processor = self._target_logits_processor
         if processor is not None and processor.is_deferred_shard(logits_output.next_token_logits):
             logits_output.next_token_logits = processor.finish_deferred_gather(
                 logits_output.next_token_logits
             )
+        logits_output.next_token_logits = live_rows(
+            logits_output.next_token_logits, num_requests, trees.num_nodes
+        )
         grammar_mask = None
         if grammar_tree is not None:
             grammar_mask = build_grammar_vocab_mask(
@@ -328,30 +345,31 @@ class DflashOnlineWorker(DFlashWorkerV2):
         features: torch.Tensor,
         trees: DraftTrees,
         committed: Walk,
-        cache_loc_RN: torch.Tensor,
+        cache_loc_RW: torch.Tensor,
         plan: Any,
         prefix_R: torch.Tensor,
         commit_lens: torch.Tensor,
     ) -> None:
         """Move the path's target KV to the front of the window and append its features to the drafter."""
-        num_requests, num_nodes = cache_loc_RN.shape
-        features_RNF = features.view(num_requests, num_nodes, -1)
-        draft_loc_RN = self._draft_write_ids(plan).view(num_requests, num_nodes)
-        width = trees.max_depth + 1
-        if not trees.is_chain:
-            source_RP = cache_loc_RN.gather(1, committed.path_RP)
+        num_requests = cache_loc_RW.shape[0]
+        longest = trees.max_depth + 1
+        features_RWF = features.view(num_requests, -1, features.shape[-1])
+        if trees.is_chain:
+            features_RPF = features_RWF[:, :longest]
+        else:
+            source_RP = cache_loc_RW.gather(1, committed.path_RP)
             self.target_worker.model_runner.token_to_kv_pool.move_kv_cache(
-                cache_loc_RN[:, :width].reshape(-1), source_RP.reshape(-1)
+                cache_loc_RW[:, :longest].reshape(-1), source_RP.reshape(-1)
             )
-            features_RNF = features_RNF.gather(
-                1, committed.path_RP[:, :, None].expand(-1, -1, features_RNF.shape[-1])
+            features_RPF = features_RWF.gather(
+                1, committed.path_RP[:, :, None].expand(-1, -1, features_RWF.shape[-1])
             )
-        draft_loc_RP = draft_loc_RN[:, :width].contiguous()
+        draft_loc_RP = self._draft_write_ids(plan).view(num_requests, -1)[:, :longest].contiguous()
         self._append_target_hidden_to_draft_kv_by_loc(
-            target_hidden=features_RNF.reshape(num_requests * width, -1),
+            target_hidden=features_RPF.reshape(num_requests * longest, -1),
             cache_loc=draft_loc_RP.reshape(-1),
             cache_loc_2d=draft_loc_RP,
-            positions=(prefix_R[:, None] + torch.arange(width, device=self.device)).reshape(-1),
+            positions=(prefix_R[:, None] + torch.arange(longest, device=self.device)).reshape(-1),
             commit_lens=commit_lens,
         )
 

@@ -31,6 +31,14 @@ def serve(
     max_nodes: Annotated[
         int | None, typer.Option(min=0, help="Largest draft tree; default: 32 on a CPU, 0 on a GPU.")
     ] = None,
+    verify_widths: Annotated[
+        str | None,
+        typer.Option(
+            metavar="W,W,...",
+            help="Widths of a verify pass, root included, each a set of CUDA graphs; default on a GPU: 1, the"
+            " block size and the largest tree.",
+        ),
+    ] = None,
     capture_slots: Annotated[int | None, typer.Option(min=1, help="Captures in flight at most.")] = None,
     capture_tokens: Annotated[int | None, typer.Option(min=16, help="Tokens that one capture holds.")] = None,
     cpu_threads: Annotated[
@@ -55,6 +63,7 @@ def serve(
     optional = {
         "--policy": policy,
         "--max-nodes": max_nodes,
+        "--verify-widths": verify_widths,
         "--capture-slots": capture_slots,
         "--capture-tokens": capture_tokens,
         "--cpu-threads": cpu_threads,

@@ -78,11 +78,11 @@ def visibility(trees: DraftTrees) -> torch.Tensor:
     Returns:
         [R, N, N] bool, entry (i, j) True when j is i or an ancestor of i.
     """
-    num_requests, num_nodes = trees.parent_RN.shape
-    eye_NN = torch.eye(num_nodes, dtype=torch.bool, device=trees.parent_RN.device)
-    seen_RNN = eye_NN.expand(num_requests, -1, -1).clone()
-    request_R = torch.arange(num_requests, device=trees.parent_RN.device)
-    for node in range(1, num_nodes):
-        # The parent's row is complete, because a parent precedes its children.
-        seen_RNN[:, node] |= seen_RNN[request_R, trees.parent_RN[:, node]]
+    node_N = torch.arange(trees.num_nodes, device=trees.parent_RN.device)
+    seen_RNN = (trees.parent_RN[:, :, None] == node_N) | (node_N[:, None] == node_N)
+    reached = 1
+    while reached < trees.max_depth:
+        # What is seen by what is seen: twice as many generations each time.
+        seen_RNN = torch.bmm(seen_RNN.float(), seen_RNN.float()) > 0
+        reached *= 2
     return seen_RNN

@@ -101,6 +101,9 @@ def server(
 ) -> Iterator[TargetServer]:
     log = tmp_path_factory.mktemp("server") / "target.log"
     own = ["--capture-slots", "8", "--capture-tokens", "600", "--max-nodes", str(MAX_NODES)]
+    # As with CUDA graphs, trees of up to 19 nodes and chains are verified in wider windows; larger trees fit
+    # no width and are not.
+    own += ["--verify-widths", "1,9,20"]
     flags = ["--chunked-prefill-size", "64", "--context-length", str(CONTEXT_LENGTH)]
     with serving(model_folder, drafters[0], log, own, flags) as target:
         yield target
