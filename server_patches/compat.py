@@ -131,6 +131,13 @@ PATCHED_NAMES = (
         cpu_only=True,
     ),
     PatchedName(
+        f"{_SRT}.distributed.parallel_state.init_model_parallel_group",
+        "before",
+        "ranks on a CPU would open NCCL where its library is installed, and fail",
+        "upstream asks for NCCL on a GPU only",
+        cpu_only=True,
+    ),
+    PatchedName(
         "torch.Tensor.record_stream",
         "assign",
         "SGLang calls it on CPU tensors, where torch raises; streams do not exist there",

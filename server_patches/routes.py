@@ -200,6 +200,7 @@ async def get_info() -> dict[str, Any]:
         "policy": info["policy"],
         "auto": info["auto"],
         "max_nodes": info["max_nodes"],
+        "verify": info["verify"],
         "capture": {
             "slots": pool.num_slots,
             "slots_free": pool.num_free,

@@ -65,6 +65,10 @@ def _embeds_in_weight_dtype(
     return (model, input_ids, positions, forward_batch, input_embeds), kwargs
 
 
+def _no_nccl(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return args, {**kwargs, "use_pynccl": False}
+
+
 def install_cpu_support() -> None:
     """Register all CPU hooks with SGLang's hook registry."""
     from sglang.srt.arg_groups import choices
@@ -85,4 +89,7 @@ def install_cpu_support() -> None:
     )
     HookRegistry.register(
         "sglang.srt.models.dflash.DFlashDraftModel.forward", _embeds_in_weight_dtype, HookType.BEFORE
+    )
+    HookRegistry.register(
+        "sglang.srt.distributed.parallel_state.init_model_parallel_group", _no_nccl, HookType.BEFORE
     )
