@@ -23,7 +23,8 @@ import torch
 import typer
 
 from dflash_online.tree import build
-from dflash_online.tree.build import Candidates, top_candidates, tree_of_candidates
+from dflash_online.tree.build import tree_of_candidates
+from dflash_online.tree.candidates import Candidates, top_candidates
 from dflash_online.tree.reference import heap_tree
 
 

@@ -31,7 +31,8 @@ import typer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from dflash_online.tree.build import top_candidates, tree_of_candidates
+from dflash_online.tree.build import tree_of_candidates
+from dflash_online.tree.candidates import top_candidates
 from dflash_online.tree.draft_tree import DraftTrees, visibility
 from dflash_online.tree.walk import path_ranks, walk
 

@@ -25,7 +25,8 @@ from dflash_online.distill.pack import PackedBatch, all_blocks
 from dflash_online.drafter.model import DFlashDrafter
 from dflash_online.errors import ConfigError
 from dflash_online.target.frozen import FrozenHead
-from dflash_online.tree.build import Candidates, top_candidates, tree_of_candidates
+from dflash_online.tree.build import tree_of_candidates
+from dflash_online.tree.candidates import Candidates, top_candidates
 from dflash_online.tree.walk import walk
 from dflash_online.wire.record import Record
 

@@ -21,58 +21,19 @@ Source: DDTree (arXiv 2604.12989); specification, sections D.1 and D.2.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from dflash_online.errors import ConfigError, ShapeError
+from dflash_online.tree.candidates import LOW_32_BITS, Candidates, top_candidates
 from dflash_online.tree.draft_tree import DraftTrees, root_trees
 from dflash_online.tree.heap import heap_nodes
 
-GROUP_SIZE = 64
 RUN_SIZE = 8
 HEAP_NODES = 256
 """Most draft nodes of a whole batch on a CPU for which the heap is used; `benchmarks/tree_build.py`."""
 MAX_NODES = 1 << 14  # keeps places within 31 bits
-LOW_32_BITS = (1 << 32) - 1
-
-
-@dataclass(frozen=True, slots=True)
-class Candidates:
-    """The most probable tokens of each depth, in falling order.
-
-    One depth, two candidates: `token_id_RDK = [[[2, 0]]]`, `log_prob_RDK = [[[-0.2, -1.9]]]`.
-    """
-
-    token_id_RDK: Tensor  # [R, D, K] int64, distinct within a depth; equal logits: smaller token first
-    log_prob_RDK: Tensor  # [R, D, K] float32, at most 0; normalized over the full vocabulary
-
-
-def top_candidates(logits_RDV: Tensor, num_candidates: int) -> Candidates:
-    """The `min(num_candidates, V)` largest logits of each depth; of equal logits the smaller token first.
-
-    Log-probabilities are `logit - logsumexp(all V logits)` in float32. A depth whose normalizer is not
-    finite gives -inf, so that trees stay well-formed.
-
-    Raises:
-        ConfigError: `num_candidates` is below 1.
-        ShapeError: the logits are not [R, D, V] with V >= 1.
-    """
-    if logits_RDV.ndim != 3 or logits_RDV.shape[2] < 1:
-        raise ShapeError(f"logits {tuple(logits_RDV.shape)}, not [R, D, V] with V >= 1")
-    if num_candidates < 1:
-        raise ConfigError("num_candidates", num_candidates, ">= 1")
-    width = min(num_candidates, logits_RDV.shape[2])
-    if logits_RDV.numel() == 0:
-        empty_RDK = logits_RDV.new_empty((*logits_RDV.shape[:2], width))
-        return Candidates(empty_RDK.to(torch.int64), empty_RDK.float())
-    token_id_RDK = _largest(logits_RDV, width)
-    logit_RDK = logits_RDV.gather(2, token_id_RDK).float()
-    log_prob_RDK = logit_RDK - _log_normalizer(logits_RDV, logit_RDK[:, :, :1])
-    log_prob_RDK = log_prob_RDK.nan_to_num(nan=-torch.inf, neginf=-torch.inf).clamp(max=0.0)
-    return Candidates(token_id_RDK, log_prob_RDK)
 
 
 def tree_of_candidates(anchor_R: Tensor, candidates: Candidates, num_nodes: int) -> DraftTrees:
@@ -144,51 +105,6 @@ def _check(anchor_R: Tensor, scores_RDV: Tensor, num_nodes: int) -> None:
         raise ConfigError("num_nodes", num_nodes, f"0 to {MAX_NODES}")
     if anchor_R.ndim != 1 or scores_RDV.ndim != 3 or scores_RDV.shape[0] != anchor_R.shape[0]:
         raise ShapeError(f"anchor {tuple(anchor_R.shape)}, scores {tuple(scores_RDV.shape)}")
-
-
-def _largest(logits_RDV: Tensor, width: int) -> Tensor:
-    """Token ids of the largest logits, [R, D, width].
-
-    Only the `width` groups of neighbouring tokens with the largest maxima can hold them: a token of another
-    group comes after the maxima of all of these. Maxima are a cheap vector loop, a selection is not.
-    """
-    vocab, device = logits_RDV.shape[2], logits_RDV.device
-    num_groups = vocab // GROUP_SIZE
-    if num_groups <= 2 * width:
-        return _sorted_ids(logits_RDV, torch.arange(vocab, device=device), width)
-    whole = num_groups * GROUP_SIZE
-    top_RDG = torch.unflatten(logits_RDV[:, :, :whole], 2, (num_groups, GROUP_SIZE)).amax(dim=3)
-    group_RDK = _sorted_ids(top_RDG, torch.arange(num_groups, device=device), width)
-    member = torch.arange(GROUP_SIZE, device=device)
-    id_RDC = (group_RDK[:, :, :, None] * GROUP_SIZE + member).flatten(2)
-    if whole < vocab:
-        rest = torch.arange(whole, vocab, device=device).expand(*id_RDC.shape[:2], -1)
-        id_RDC = torch.cat([id_RDC, rest], dim=2)
-    return _sorted_ids(logits_RDV.gather(2, id_RDC), id_RDC, width)
-
-
-def _sorted_ids(value_RDC: Tensor, id_RDC: Tensor, width: int) -> Tensor:
-    """Ids of the largest values, falling; of equal values the smaller id first.
-
-    `torch.topk` promises no order of ties, so value and id become one integer key without ties.
-    """
-    # Adding 0.0 makes -0.0 and 0.0 one value; flipping the low bits of negative floats makes bits monotone.
-    bits_RDC = (value_RDC.float() + 0.0).view(torch.int32)
-    bits_RDC = bits_RDC ^ ((bits_RDC >> 31) & 0x7FFFFFFF)
-    key_RDC = (bits_RDC.to(torch.int64) << 32) - id_RDC
-    return (-key_RDC.topk(width, dim=2).values) & LOW_32_BITS
-
-
-def _log_normalizer(logits_RDV: Tensor, largest_RD1: Tensor) -> Tensor:
-    """Log of the sum of exponentials over V, [R, D, 1] float32; one depth at a time bounds the copy."""
-    total_RD = torch.stack(
-        [
-            (logits_RDV[:, depth] - largest_RD1[:, depth]).exp_().sum(dim=1)
-            for depth in range(logits_RDV.shape[1])
-        ],
-        dim=1,
-    )
-    return largest_RD1 + total_RD.log()[:, :, None]
 
 
 def _best_prefixes(log_prob_RDK: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:

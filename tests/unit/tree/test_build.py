@@ -12,7 +12,8 @@ from torch import Tensor
 
 from dflash_online.errors import ConfigError, ShapeError
 from dflash_online.tree import build
-from dflash_online.tree.build import Candidates, best_first_trees, top_candidates, tree_of_candidates
+from dflash_online.tree.build import best_first_trees, tree_of_candidates
+from dflash_online.tree.candidates import Candidates, merge_shards, shard_candidates, top_candidates
 from dflash_online.tree.draft_tree import DraftTrees, chain_trees
 from dflash_online.tree.reference import heap_tree
 
@@ -146,6 +147,36 @@ def test_candidates_equal_a_stable_sort_of_the_whole_vocabulary(
     torch.testing.assert_close(found.log_prob_RDK.double(), log_prob.gather(2, order), atol=1e-5, rtol=1e-5)
 
 
+@settings(max_examples=150, deadline=None)
+@given(
+    kind=st.sampled_from(KINDS),
+    seed=st.integers(0, 10**6),
+    vocab=st.integers(2, 400),
+    num_candidates=st.integers(1, 8),
+    data=st.data(),
+)
+def test_candidates_of_shards_equal_those_of_the_whole_vocabulary(
+    kind: str, seed: int, vocab: int, num_candidates: int, data: st.DataObject
+) -> None:
+    logits = random_logits(kind, seed, 2, 3, vocab)
+    cuts = [0, *sorted(data.draw(st.sets(st.integers(1, vocab - 1), min_size=1, max_size=3))), vocab]
+    shards = [
+        shard_candidates(logits[:, :, first:end], num_candidates, first)
+        for first, end in itertools.pairwise(cuts)
+    ]
+    found, whole = merge_shards(torch.stack(shards), vocab), top_candidates(logits, num_candidates)
+    assert torch.equal(found.token_id_RDK, whole.token_id_RDK)
+    torch.testing.assert_close(found.log_prob_RDK, whole.log_prob_RDK, atol=1e-5, rtol=1e-6)
+
+
+def test_a_shard_of_masked_tokens_gives_way() -> None:
+    logits = torch.tensor([[[-torch.inf, -torch.inf, 1.0, 0.0]]])
+    shards = [shard_candidates(part, 3, 2 * rank) for rank, part in enumerate(logits.split(2, dim=2))]
+    found = merge_shards(torch.stack(shards), 4)
+    assert found.token_id_RDK.tolist() == [[[2, 3, 0]]]
+    torch.testing.assert_close(found.log_prob_RDK, top_candidates(logits, 3).log_prob_RDK)
+
+
 def test_one_candidate_per_depth_makes_a_chain() -> None:
     logits = random_logits("normal", 1, 3, 5, 11)
     anchor = torch.tensor([4, 5, 6])
@@ -193,6 +224,10 @@ def test_bad_input_is_refused_by_name() -> None:
         best_first_trees(torch.zeros(2), logits, -1)
     with pytest.raises(ConfigError, match="num_candidates"):
         top_candidates(logits, 0)
+    with pytest.raises(ConfigError, match="num_candidates"):
+        shard_candidates(logits, 0, 0)
+    with pytest.raises(ShapeError, match="K >= 1"):
+        merge_shards(torch.zeros(2, 1, 1, 1, dtype=torch.int64), 4)
 
 
 def test_no_value_is_read_back_by_the_host() -> None:

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_online.tree.build import best_first_trees, top_candidates
+from dflash_online.tree.build import best_first_trees
+from dflash_online.tree.candidates import top_candidates
 from dflash_online.tree.draft_tree import chain_trees
 from dflash_online.tree.ranks import PathRanks, RankTable, expected_accepted, expected_of_chain
 from dflash_online.tree.walk import path_ranks, walk
