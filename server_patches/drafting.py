@@ -23,7 +23,8 @@ from sglang.srt.speculative.dflash_utils import is_dense_head_weight
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_utils import draft_tp_context
 
-from dflash_online.tree.build import best_first_trees
+from dflash_online.tree.build import tree_of_candidates
+from dflash_online.tree.candidates import Candidates, merge_shards, shard_candidates, top_candidates
 from dflash_online.tree.draft_tree import DraftTrees, chain_trees, root_trees
 from dflash_online.tree.policy import Policy, PolicyMode
 
@@ -42,8 +43,6 @@ class Drafting:
         refusal = self._worker.windows.why_no_mask(runner)
         if refusal is not None:
             return refusal
-        if get_parallel().tp_size > 1:
-            return "tree drafts need the whole vocabulary on one rank (tensor parallelism is on)"
         if self._worker._need_mamba_verify_commit:
             return "the target keeps recurrent state, which a tree verify would mix between branches"
         if not is_dense_head_weight(getattr(runner.model.lm_head, "weight", None)):
@@ -71,7 +70,8 @@ class Drafting:
         hidden_RDH, is_in_graph = self._draft_block(batch, draft_input, anchor_R)
         if policy.mode is PolicyMode.TREE:
             # Depths beyond the number of nodes can never be used.
-            return best_first_trees(anchor_R, self._logits(hidden_RDH[:, :num_nodes]), num_nodes)
+            candidates = self._candidates(hidden_RDH[:, :num_nodes], num_nodes)
+            return tree_of_candidates(anchor_R, candidates, num_nodes)
         return chain_trees(anchor_R, self._tokens(hidden_RDH, is_in_graph)[:, :num_nodes])
 
     def _draft_block(self, batch: Any, draft_input: Any, anchor_R: torch.Tensor) -> tuple[torch.Tensor, bool]:
@@ -120,13 +120,23 @@ class Drafting:
         self._worker.probe.take(self._worker, batch, block_id_RB, hidden_RBH)
         return hidden_RBH[:, 1:], self._worker._draft_sampler is not None and draft_out.can_run_graph
 
-    def _logits(self, hidden_RDH: torch.Tensor) -> torch.Tensor:
-        """The target head's logits of each slot, [R, D, V], without the padded rows of the head."""
+    def _candidates(self, hidden_RDH: torch.Tensor, num_candidates: int) -> Candidates:
+        """The best tokens of each slot by the target's head; equal on every rank.
+
+        Without tokens that were added to the vocabulary later, as LoRA adapters do: they are never drafted.
+        """
         head = self._worker.target_worker.model_runner.model.lm_head
-        shard = getattr(head, "shard_indices", None)
-        vocab_size = head.weight.shape[0] if shard is None else int(shard.num_org_elements)
-        weight_VH = head.weight[:vocab_size]
-        return torch.nn.functional.linear(hidden_RDH.to(weight_VH.dtype), weight_VH)
+        group, shard = get_parallel().tp_group, getattr(head, "shard_indices", None)
+        # A head that is the embedding of a model without parallel layers has no padded rows either.
+        num_rows = head.weight.shape[0] if shard is None else int(shard.num_org_elements)
+        weight_VH = head.weight[:num_rows]
+        logits_RDV = torch.nn.functional.linear(hidden_RDH.to(weight_VH.dtype), weight_VH)
+        if group.world_size == 1 or shard is None:
+            return top_candidates(logits_RDV, num_candidates)
+        own_RDC = shard_candidates(logits_RDV, num_candidates, int(shard.org_vocab_start_index))
+        all_RDC = own_RDC.new_empty((group.world_size * len(own_RDC), *own_RDC.shape[1:]))
+        group.all_gather_into_tensor(all_RDC, own_RDC)
+        return merge_shards(all_RDC.view(group.world_size, *own_RDC.shape), int(head.org_vocab_size))
 
     def _tokens(self, hidden_RDH: torch.Tensor, is_in_graph: bool) -> torch.Tensor:
         """The argmax of each slot, [R, D] int64."""

@@ -52,6 +52,7 @@ from server_patches.compat import (
     require_supported_version,
 )
 from server_patches.plugin import ANNOUNCE_DIR_ENV, has_accelerator
+from server_patches.verify_window import check_widths
 
 SHARED_MEMORY = Path("/dev/shm")
 _CPU_STAND_IN = Path(__file__).parent / "cpu" / "stand_in"
@@ -124,18 +125,23 @@ class LaunchConfig:
             if flag.startswith(owned[0]) or flag.split("=")[0] in owned[1:]:
                 raise ConfigError("SGLang flag", flag, "absent: `target serve` sets it itself")
 
+    def largest_tree(self, *, on_gpu: bool) -> int:
+        """Draft nodes of the largest tree that memory is reserved for."""
+        return (0 if on_gpu else 32) if self.max_nodes is None else self.max_nodes
+
     @property
     def url(self) -> str:
         host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
         return f"http://{host}:{self.port}"
 
 
-def check_before_start(config: LaunchConfig, environment: dict[str, str]) -> int:
+def check_before_start(config: LaunchConfig, environment: dict[str, str], *, on_gpu: bool) -> int:
     """All that can be refused without starting anything. Returns the bytes of one capture slot.
 
     Raises:
         PluginError: wrong SGLang, or the environment's plugin list leaves ours out.
-        CheckpointError, ConfigError: the drafter does not fit the target; the port is taken.
+        CheckpointError, ConfigError: the drafter does not fit the target; a verify width fits neither; the
+            port is taken.
     """
     require_supported_version()
     listed = environment.get("SGLANG_PLUGINS", "").strip()
@@ -144,6 +150,7 @@ def check_before_start(config: LaunchConfig, environment: dict[str, str]) -> int
     target = TargetModelInfo.from_folder(config.model)
     drafter = new_drafter_config(target) if config.drafter is None else _servable_config(config.drafter)
     check_against_target(drafter, target)
+    check_widths(config.verify_widths or (), max(drafter.block_size, 1 + config.largest_tree(on_gpu=on_gpu)))
     require_free_port("target", config.host, config.port)
     return config.capture_tokens * drafter.feature_width * 2
 
@@ -172,7 +179,7 @@ def make_environment(config: LaunchConfig, folder: Path, slot_bytes: int, *, on_
         "DFLASH_CAPTURE_SLOTS": str(config.capture_slots),
         "DFLASH_CAPTURE_SLOT_BYTES": str(slot_bytes),
         POLICY_ENV: config.policy or ("off" if config.drafter is None else "chain"),
-        MAX_NODES_ENV: str((0 if on_gpu else 32) if config.max_nodes is None else config.max_nodes),
+        MAX_NODES_ENV: str(config.largest_tree(on_gpu=on_gpu)),
     }
     if config.verify_widths is not None:
         environment[VERIFY_WIDTHS_ENV] = ",".join(map(str, config.verify_widths))
@@ -302,8 +309,8 @@ def _sglang_role(process: psutil.Process) -> str | None:
 
 def launch(config: LaunchConfig) -> int:
     """Start the server and stay until it ends. Returns the exit code."""
-    slot_bytes = check_before_start(config, dict(os.environ))
     on_gpu = has_accelerator()
+    slot_bytes = check_before_start(config, dict(os.environ), on_gpu=on_gpu)
     base = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
     remove_stale_folders(base)
     folder = base / f"dflash-{os.getpid()}"

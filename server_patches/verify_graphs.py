@@ -11,8 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from sglang.srt.runtime_context import get_spec
-
 
 class VerifyGraphs:
     """Of one worker's target."""
@@ -30,6 +28,8 @@ class VerifyGraphs:
         """Capture each width that SGLang's own graphs do not serve: slow, takes memory, once at the start."""
         if not self.has_graphs:
             return
+        from sglang.srt.runtime_context import get_spec
+
         own = self._runner.decode_cuda_graph_runner
         make_runner = type(own)
         for width in widths:
@@ -41,9 +41,7 @@ class VerifyGraphs:
                     backend = self._runner._get_attention_backend(init_new_workspace=True)
                 finally:
                     self._runner.init_new_workspace = makes_workspace
-                graphs = make_runner(
-                    self._runner, attn_backend=backend, speculative_num_draft_tokens=width
-                )
+                graphs = make_runner(self._runner, attn_backend=backend, speculative_num_draft_tokens=width)
             self._captured[width] = (backend, graphs)
 
     @contextmanager

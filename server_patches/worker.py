@@ -147,7 +147,7 @@ class DflashOnlineWorker(DFlashWorkerV2):
             batch, draft_input, trees, cache_loc_RW, plan, grammar_barrier
         )
         target_token_RN = self._choose_tokens(batch, logits_output.next_token_logits, trees)
-        self._tp_sync_tokens(target_token_RN)
+        self._sync_ranks(batch, target_token_RN)
         committed = walk(trees, target_token_RN)
         commit_lens = committed.num_committed_R.to(torch.int32)
         self.penalties.remember(batch, committed.produced_RP, commit_lens)
@@ -306,10 +306,15 @@ class DflashOnlineWorker(DFlashWorkerV2):
         tokens = torch.where(per_node(info.top_ks) <= 1, torch.argmax(logits_NV, dim=-1), tokens.flatten())
         return tokens.to(torch.int64).view(num_requests, num_nodes)
 
-    def _tp_sync_tokens(self, target_token_RN: torch.Tensor) -> None:
+    def _sync_ranks(self, batch: Any, target_token_RN: torch.Tensor) -> None:
+        """Rank 0's tokens on every rank, in place; the site is upstream's name for where ranks may part."""
         from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
 
-        self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, target_token_RN)
+        is_greedy = batch.sampling_info is None or batch.sampling_info.is_all_greedy
+        self._tp_sync.sync(
+            SpecTpSyncSite.DFLASH_ACCEPT_GREEDY if is_greedy else SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE,
+            target_token_RN,
+        )
 
     def _add_logprobs(
         self,

@@ -61,22 +61,28 @@ def top_candidates(logits_RDV: Tensor, num_candidates: int) -> Candidates:
 
 
 def shard_candidates(logits_RDV: Tensor, num_candidates: int, first_token: int) -> Tensor:
-    """What one rank sends of its part of the vocabulary: tokens `first_token` and following.
+    """What one rank sends of its part of the vocabulary: tokens `first_token` and following, maybe none.
 
     Returns:
         [R, D, num_candidates + 1] int64: keys of the largest logits, then the bits of the normalizer.
 
     Raises:
         ConfigError: `num_candidates` is below 1.
-        ShapeError: the logits are not [R, D, V] with V >= 1.
+        ShapeError: the logits are not [R, D, V].
     """
+    # A token of no weight stands for the rows that padding leaves without tokens; its key is never taken.
+    is_empty = logits_RDV.ndim == 3 and logits_RDV.shape[2] == 0
+    if is_empty:
+        logits_RDV = F.pad(logits_RDV, (0, 1), value=-torch.inf)
     _check(logits_RDV, num_candidates)
     key_RDK = _largest(logits_RDV, min(num_candidates, logits_RDV.shape[2]))
     largest_RD1 = _logits(key_RDK[:, :, :1])
     # A shard of masked tokens adds nothing, where a whole vocabulary of them has no law.
-    normalizer_RD1 = torch.where(largest_RD1.isneginf(), largest_RD1, _log_normalizer(logits_RDV, largest_RD1))
+    normalizer_RD1 = _log_normalizer(logits_RDV, largest_RD1)
+    normalizer_RD1 = torch.where(largest_RD1.isneginf(), largest_RD1, normalizer_RD1)
     bits_RD1 = normalizer_RD1.view(torch.int32).to(torch.int64)
-    key_RDK = F.pad(key_RDK - first_token, (0, num_candidates - key_RDK.shape[2]), value=NO_KEY)
+    key_RDK = torch.full_like(key_RDK, NO_KEY) if is_empty else key_RDK - first_token
+    key_RDK = F.pad(key_RDK, (0, num_candidates - key_RDK.shape[2]), value=NO_KEY)
     return torch.cat([key_RDK, bits_RD1], dim=2)
 
 

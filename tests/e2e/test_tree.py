@@ -29,9 +29,7 @@ def plain_outputs(server: TargetServer) -> list[list[int]]:
     return server.generate_all(TEXTS, concurrency=1)
 
 
-@pytest.mark.parametrize(
-    ("concurrency", "num_nodes"), [(1, 16), (4, 7), (10, 1), (10, 64)]
-)
+@pytest.mark.parametrize(("concurrency", "num_nodes"), [(1, 16), (4, 7), (10, 1), (10, 64)])
 def test_greedy_output_of_a_tree_equals_plain_decoding(
     tree_server: TargetServer, plain_outputs: list[list[int]], concurrency: int, num_nodes: int
 ) -> None:

@@ -1,7 +1,8 @@
 """A random target of three layers and a drafter that knows its answers, made in seconds.
 
 For servers that SmolLM2 is too slow for: attention kernels that run in an interpreter, several ranks on one
-core. The drafter is trained on the very answers that are asked for, so that paths of several nodes are accepted.
+core. The drafter is trained on the very answers that are asked for, so that paths of several nodes are
+accepted.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from dflash_online.target.model_info import TargetModelInfo
 from tests.e2e.conftest import overfit
 from tests.e2e.target_server import TargetServer
 
-VOCAB, LAYER_IDS, NUM_TOKENS = 64, (0, 1), 24
+VOCAB, LAYER_IDS, NUM_TOKENS = 64, (0, 1), 16
 
 
 @dataclass(frozen=True)
 class TinyTarget:
     model: Path
     drafter: Path
+    other_drafter: Path  # of another version, and hardly trained
     prompts: list[list[int]]
 
 
@@ -50,7 +52,7 @@ def make_tiny_target(folder: Path, num_prompts: int) -> TinyTarget:
         initializer_range=0.3,
         dtype="float32",
     )
-    model, checkpoint = folder / "target", folder / "drafter"
+    model, checkpoint, other = folder / "target", folder / "drafter", folder / "other_drafter"
     LlamaForCausalLM(config).save_pretrained(model)
     target = TargetModelInfo.from_folder(model)
     drafter_config = new_drafter_config(target, num_layers=1, block_size=8, target_layer_ids=LAYER_IDS)
@@ -64,10 +66,11 @@ def make_tiny_target(folder: Path, num_prompts: int) -> TinyTarget:
         oracle.capture(prompt, record_id=str(number), max_new_tokens=NUM_TOKENS + 8)
         for number, prompt in enumerate(prompts)
     ]
-    drafter = overfit(drafter_config, FrozenHead.from_folder(model, dtype=torch.float32), records, steps=120)
-    tensors = export_tensors(drafter, drafter_config)
-    save_checkpoint(checkpoint, drafter_config, tensors, training=TrainingInfo(number=1))
-    return TinyTarget(model, checkpoint, prompts)
+    head = FrozenHead.from_folder(model, dtype=torch.float32)
+    for number, (place, steps) in enumerate(((checkpoint, 120), (other, 2)), start=1):
+        tensors = export_tensors(overfit(drafter_config, head, records, steps=steps), drafter_config)
+        save_checkpoint(place, drafter_config, tensors, training=TrainingInfo(number=number))
+    return TinyTarget(model, checkpoint, other, prompts)
 
 
 def generate_ids(server: TargetServer, prompt: list[int], **sampling: object) -> list[int]:

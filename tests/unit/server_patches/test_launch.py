@@ -102,6 +102,8 @@ def config(**changes: object) -> LaunchConfig:
         ({"cpu_threads": 0}, "cpu_threads"),
         ({"max_nodes": -1}, "max_nodes"),
         ({"max_nodes": 257}, "max_nodes"),
+        ({"verify_widths": (1, 0)}, "verify_widths"),
+        ({"verify_widths": (258,)}, "verify_widths"),
         ({"ready_timeout_s": 0.0}, "ready_timeout_s"),
         ({"flags": ("--speculative-algorithm", "DFLASH")}, "SGLang flag"),
         ({"flags": ("--port=1",)}, "SGLang flag"),
