@@ -105,6 +105,7 @@ def server(
     # no width and are not.
     own += ["--verify-widths", "1,9,20"]
     flags = ["--chunked-prefill-size", "64", "--context-length", str(CONTEXT_LENGTH)]
+    flags += ["--enable-custom-logit-processor"]
     with serving(model_folder, drafters[0], log, own, flags) as target:
         yield target
 

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from scipy.stats import chi2_contingency
+from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 
 from dflash_online.evaluate.tau import tau_of
 from tests.e2e.assertions import (
@@ -135,6 +136,29 @@ def test_logit_bias_is_that_of_plain_decoding(tree_server: TargetServer) -> None
     trees = [tree_server.generate(text, **settings)["output_ids"] for text in TEXTS[:4]]
     tree_server.set_policy("off")
     assert trees == [tree_server.generate(text, **settings)["output_ids"] for text in TEXTS[:4]]
+
+
+def test_a_custom_logit_processor_is_obeyed_and_does_not_touch_its_neighbours(
+    tree_server: TargetServer, plain_outputs: list[list[int]]
+) -> None:
+    forbidden = plain_outputs[0][:3]
+    body = {
+        "text": TEXTS[0],
+        "sampling_params": {
+            "temperature": 0.0,
+            "max_new_tokens": 24,
+            "custom_params": {"token_ids": forbidden},
+        },
+        "custom_logit_processor": DisallowedTokensLogitsProcessor.to_str(),
+    }
+    tree_server.set_policy("off")
+    expected = tree_server.post("/generate", body)["output_ids"]
+    assert not set(expected) & set(forbidden)
+    tree_server.set_policy("tree", num_nodes=16)
+    with ThreadPoolExecutor(2) as pool:
+        neighbour = pool.submit(tree_server.generate, TEXTS[1])
+        assert tree_server.post("/generate", body)["output_ids"] == expected
+        assert neighbour.result()["output_ids"] == plain_outputs[1]
 
 
 @pytest.mark.parametrize(
