@@ -32,6 +32,7 @@ pytestmark = pytest.mark.skipif(
 LONG_TEXTS = [chat_text(f"{q} Say it in your own words. " + f"{q[::-1]} " * 2) for q in PROMPTS[:6]]
 NUM_TOKENS = 80
 POOL_TOKENS = 600
+MOST_ROUNDS = 5
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +67,14 @@ def test_text_survives_retraction_in_chunks_and_mixed_batches(
 ) -> None:
     tight_server.set_policy(mode)
     before = num_retractions(tight_server)
-    found = tight_server.generate_all(LONG_TEXTS, 6, max_new_tokens=NUM_TOKENS, ignore_eos=True)
-    assert found == plain_outputs
-    assert num_retractions(tight_server) > before
+    # Who is admitted when depends on the machine, so a round may pass without a retraction.
+    for _ in range(MOST_ROUNDS):
+        tight_server.client.post("/flush_cache").raise_for_status()
+        found = tight_server.generate_all(LONG_TEXTS, 6, max_new_tokens=NUM_TOKENS, ignore_eos=True)
+        assert found == plain_outputs
+        if num_retractions(tight_server) > before:
+            return
+    pytest.fail(f"no retraction in {MOST_ROUNDS} rounds: the cache was not tight")
 
 
 def test_requests_that_join_and_leave_disturb_no_other(
