@@ -1,19 +1,26 @@
 """Which labels train the better drafter? `tokens` against `verifier`, `all` against `all_but_last`.
 
-    a run's record files --each of four recipes, several seeds--> drafter --held-out records--> chain tau
+    two prompt files --the target, greedily--> record files, kept
+    record files --each of four recipes, several seeds--> drafter --held-out records--> chain tau
 
 Every drafter gets the same processor time on one thread (wall time of an idle core: a busy machine slows all
 alike), the same records in the same order, and differs in the recipe alone. `verifier` pays for a second
 product with the head in each step, so that it takes fewer steps. Last line: one JSON object.
 
-    python benchmarks/label_sources.py --records runs/RUN/buffer --held-out runs/RUN/held_out \
+    python benchmarks/label_sources.py --prompts gsm8k_train.jsonl --held-out-prompts gsm8k_test.jsonl \
         --target models/smollm2-135m --seconds 120 --seeds 3 --out RESULT.json
+
+The target answers in this process, in bfloat16 where that is fast, else in float32; features are bfloat16. A
+second run finds the answers in `--cache`. With `--records` and `--held-out`, two folders of record files such
+as a run's `buffer` and `held_out`, nothing is answered.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import statistics
+import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,21 +29,26 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from dflash_online.distill.objective import block_objective
 from dflash_online.distill.pack import pack_records
 from dflash_online.distill.recipe import ZLAB, Recipe
 from dflash_online.distill.statistics import SlotStatistics
+from dflash_online.drafter.config import select_layer_ids
 from dflash_online.drafter.init import initialize, new_drafter_config
+from dflash_online.evaluate.sources import records_in_process, take_prompts
 from dflash_online.evaluate.tau import evaluate_drafter
 from dflash_online.target.frozen import FrozenHead, fastest_dtype
 from dflash_online.target.model_info import TargetModelInfo
-from dflash_online.wire.codec import decode_record
+from dflash_online.wire.codec import decode_record, encode_record
 from dflash_online.wire.record import Record
 
 BLOCK_SIZE, NUM_LAYERS, RECORDS_PER_STEP, ANCHORS_PER_STEP = 8, 2, 8, 64
+NUM_FEATURES, ANSWER_TOKENS = 5, 96
 LEARNING_RATE, WARMUP_STEPS = 1e-3, 20  # the demo's, but for the longer warm-up of longer runs
+CACHE = Path(tempfile.gettempdir()) / "dflash-label-sources"
 RECIPES = tuple(
     replace(ZLAB, name=f"{labels}, {layers}", label_source=labels, fc_layers=layers)
     for labels in ("tokens", "verifier")
@@ -54,8 +66,33 @@ class Material:
     held_out: list[Record]
 
 
+def answer(prompts: Path, num_records: int, target: Path, cache: Path, *, dtype: torch.dtype) -> Path:
+    """A folder with the target's greedy answers to the first prompts of a file, made unless it is there.
+
+    Its name depends on all that an answer depends on; the target's files count by size and date.
+    """
+    files = sorted((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in target.iterdir())
+    origin = repr((files, NUM_FEATURES, ANSWER_TOKENS, dtype)).encode() + prompts.read_bytes()
+    folder = cache / f"{prompts.stem}-{num_records}-{hashlib.blake2b(origin, digest_size=6).hexdigest()}"
+    if folder.is_dir():
+        return folder
+    items = take_prompts(str(prompts), num_records)
+    if len(items) < num_records:
+        raise typer.BadParameter(f"{prompts} holds {len(items)} prompts, fewer than {num_records}")
+    layer_ids = select_layer_ids(TargetModelInfo.from_folder(target).num_layers, NUM_FEATURES)
+    records = records_in_process(items, target, layer_ids, ANSWER_TOKENS, print, dtype=dtype)
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as unfinished:
+        made = Path(unfinished) / "records"  # takes its name when whole: a run may be stopped
+        made.mkdir()
+        for i, record in enumerate(track(records, f"answering {prompts.name}", len(items))):
+            (made / f"{i:06}.rec").write_bytes(b"".join(encode_record(record)))
+        made.rename(folder)
+    return folder
+
+
 def read_folder(folder: Path) -> list[Record]:
-    """Every record file of a run, in the order of their names."""
+    """Every record file of a folder, in the order of their names."""
     records = [decode_record(file.read_bytes()) for file in sorted(folder.glob("*.rec"))]
     if not records:
         raise typer.BadParameter(f"{folder} holds no *.rec file")
@@ -137,9 +174,14 @@ def table_of(runs: list[dict[str, Any]]) -> tuple[Table, dict[str, dict[str, Any
 
 
 def main(
-    records: Annotated[Path, typer.Option(help="Folder of record files to train on.")],
-    held_out: Annotated[Path, typer.Option(help="Folder of record files to measure on.")],
     target: Annotated[Path, typer.Option(help="Folder of the target.")],
+    prompts: Annotated[Path | None, typer.Option(help="Prompt file to train on the answers to.")] = None,
+    held_out_prompts: Annotated[Path | None, typer.Option(help="Prompt file to measure on.")] = None,
+    num_records: Annotated[int, typer.Option(min=RECORDS_PER_STEP, help="Of --prompts.")] = 256,
+    num_held_out: Annotated[int, typer.Option(min=1, help="Of --held-out-prompts.")] = 48,
+    cache: Annotated[Path, typer.Option(help="Folder that keeps the answers.")] = CACHE,
+    records: Annotated[Path | None, typer.Option(help="Instead: folder of records to train on.")] = None,
+    held_out: Annotated[Path | None, typer.Option(help="Instead: folder of records to measure on.")] = None,
     seconds: Annotated[float, typer.Option(help="Processor time per drafter.")] = 120.0,
     seeds: Annotated[int, typer.Option(help="Drafters per recipe.")] = 3,
     out: Annotated[Path | None, typer.Option(help="JSON file for the last line.")] = None,
@@ -147,7 +189,13 @@ def main(
     """Train and measure all recipes, seed by seed."""
     torch.set_num_threads(1)
     info = TargetModelInfo.from_folder(target)
-    head = FrozenHead.from_folder(target, dtype=fastest_dtype(info.hidden_size))
+    dtype = fastest_dtype(info.hidden_size)
+    if prompts is not None and held_out_prompts is not None:
+        records = answer(prompts, num_records, target, cache, dtype=dtype)
+        held_out = answer(held_out_prompts, num_held_out, target, cache, dtype=dtype)
+    if records is None or held_out is None:
+        raise typer.BadParameter("give --prompts and --held-out-prompts, or --records and --held-out")
+    head = FrozenHead.from_folder(target, dtype=dtype)
     material = Material(info, head, read_folder(records), read_folder(held_out))
     runs = []
     for seed in range(seeds):

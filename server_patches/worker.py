@@ -34,6 +34,7 @@ from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
 
 from dflash_online.errors import PluginError
+from dflash_online.tree.build import warm_up
 from dflash_online.tree.draft_tree import DraftTrees, links
 from dflash_online.tree.policy import Policy, PolicyMode
 from dflash_online.tree.walk import Walk, walk
@@ -74,6 +75,7 @@ class DflashOnlineWorker(DFlashWorkerV2):
         self.windows = VerifyWindows(1 + self.max_nodes, int(self.model_runner.model_config.context_len))
         self.graphs = VerifyGraphs(target_worker.model_runner)
         self.drafting = Drafting(self)
+        warm_up(self.device)
 
     # The configuration holds the verify width W, by which pools and reserves are sized; what belongs to the
     # drafter is built with its own width B.

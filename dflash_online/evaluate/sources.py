@@ -14,6 +14,8 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import torch
+
 from dflash_online.errors import ConfigError, PromptError, TargetBusyError, TargetRefusedError, WireError
 from dflash_online.prompts.item import PromptItem
 from dflash_online.prompts.read import open_prompts
@@ -61,10 +63,17 @@ def take_prompts(place: str, limit: int) -> list[PromptItem]:
 
 
 def records_in_process(
-    prompts: Sequence[PromptItem], target: Path, layer_ids: Sequence[int], max_new_tokens: int, warn: Warn
+    prompts: Sequence[PromptItem],
+    target: Path,
+    layer_ids: Sequence[int],
+    max_new_tokens: int,
+    warn: Warn,
+    *,
+    dtype: torch.dtype = torch.float32,
 ) -> Iterator[Record]:
-    """The target loaded here answers the prompts greedily."""
-    model, tokenizer = InProcessTarget.from_folder(target, layer_ids), load_tokenizer(str(target))
+    """The target loaded here, in `dtype`, answers the prompts greedily."""
+    model = InProcessTarget.from_folder(target, layer_ids, dtype=dtype)
+    tokenizer = load_tokenizer(str(target))
     for item in prompts:
         try:
             ids, spans = render_item(tokenizer, item)

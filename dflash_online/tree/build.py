@@ -8,9 +8,9 @@ what it begins. With log-probabilities that never exceed 0 and fall with the ran
 parent or its elder sibling, so the best prefixes are a tree. `reference.heap_tree` is the slow twin.
 
 Every shape follows from the shapes of the inputs; off the CPU nothing is read back by the host. Inside a CUDA
-graph run it once before capture, as for any torch code. On a CPU small batches go through a heap in plain
-Python (`heap`): the same trees, without the fixed cost of tensor operations. Raises ShapeError and
-ConfigError. Knows no SGLang.
+graph run it once before capture, as for any torch code. On a CPU a compiled heap (`heap`) builds the same
+trees many times as fast (`benchmarks/tree_build.py`); tensors are for other devices and for want of numba.
+Raises ShapeError and ConfigError. Knows no SGLang.
 
 Shape letters: R = requests, D = depths (drafts per block), V = vocabulary, K = candidates per depth,
 S = nodes kept so far, root included, N = S at the end; G = V / 64 groups; C = entries that
@@ -21,6 +21,10 @@ Source: DDTree (arXiv 2604.12989); specification, sections D.1 and D.2.
 
 from __future__ import annotations
 
+import functools
+import logging
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -28,18 +32,20 @@ from torch import Tensor
 from dflash_online.errors import ConfigError, ShapeError
 from dflash_online.tree.candidates import LOW_32_BITS, Candidates, top_candidates
 from dflash_online.tree.draft_tree import DraftTrees, root_trees
-from dflash_online.tree.heap import heap_nodes
 
 RUN_SIZE = 8
-HEAP_NODES = 256
-"""Most draft nodes of a whole batch on a CPU for which the heap is used; `benchmarks/tree_build.py`."""
 MAX_NODES = 1 << 14  # keeps places within 31 bits
+
+logger = logging.getLogger(__name__)
+
+Builder = Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]
+"""From [R, D, K] log-probabilities and a number of nodes to parents, depths and ranks, each [R, N] int64."""
 
 
 def tree_of_candidates(anchor_R: Tensor, candidates: Candidates, num_nodes: int) -> DraftTrees:
     """The `num_nodes` best prefixes of the candidates, or all prefixes where there are fewer.
 
-    Nodes are ordered by depth, then by rank tuple.
+    Nodes are ordered by depth, then by rank tuple. A log-probability that is no number counts as -inf.
 
     Args:
         num_nodes: draft nodes of each tree; the root is not counted.
@@ -55,33 +61,13 @@ def tree_of_candidates(anchor_R: Tensor, candidates: Candidates, num_nodes: int)
     max_depth, width = min(log_prob_RDK.shape[1], num_nodes), min(log_prob_RDK.shape[2], max(num_nodes, 1))
     if max_depth == 0 or anchor_R.shape[0] == 0:
         return root_trees(anchor_R)
-    log_prob_RDK = log_prob_RDK[:, :max_depth, :width].float()
-    if log_prob_RDK.device.type == "cpu" and anchor_R.shape[0] * num_nodes <= HEAP_NODES:
-        nodes = [heap_nodes(log_prob_DK, num_nodes) for log_prob_DK in log_prob_RDK]
-        parent_RN, depth_RN, rank_RN = torch.tensor(nodes).unbind(dim=1)
-    else:
-        parent_RN, depth_RN, rank_RN = _level_nodes(log_prob_RDK, num_nodes)
+    log_prob_RDK = log_prob_RDK[:, :max_depth, :width].float().nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+    heap_nodes = compiled_heap() if log_prob_RDK.device.type == "cpu" else None
+    parent_RN, depth_RN, rank_RN = (heap_nodes or level_nodes)(log_prob_RDK, num_nodes)
     entry_RN = (depth_RN[:, 1:] - 1) * token_id_RDK.shape[2] + rank_RN[:, 1:]
     draft_RN = token_id_RDK.flatten(1).gather(1, entry_RN)
     token_id_RN = torch.cat([anchor_R[:, None].to(torch.int64), draft_RN], dim=1)
     return DraftTrees(token_id_RN, parent_RN, depth_RN, max_depth=max_depth, is_chain=False)
-
-
-def _level_nodes(log_prob_RDK: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Parent, depth and rank of the best trees' nodes, each [R, N] int64, by depth, then by rank tuple."""
-    depth_RN, rank_RN = _best_prefixes(log_prob_RDK, num_nodes)
-    # Before: a node's parent is the nearest node before it that is one level higher.
-    num_kept = depth_RN.shape[1]
-    node_N = torch.arange(num_kept, device=depth_RN.device)
-    is_above_RNN = (depth_RN[:, None, :] == depth_RN[:, :, None] - 1) & (node_N < node_N[:, None])
-    parent_RN = torch.where(is_above_RNN, node_N, -1).amax(dim=2)
-    # After: stable by depth, so that rank tuples stay in order within a level.
-    order_RN = depth_RN.argsort(dim=1, stable=True)
-    place_RN = torch.empty_like(order_RN).scatter_(1, order_RN, node_N.expand_as(order_RN))
-    depth_RN, rank_RN = depth_RN.gather(1, order_RN), rank_RN.gather(1, order_RN)
-    parent_RN = place_RN.gather(1, parent_RN.gather(1, order_RN).clamp(min=0))
-    parent_RN[:, 0] = -1
-    return parent_RN, depth_RN, rank_RN
 
 
 def best_first_trees(anchor_R: Tensor, logits_RDV: Tensor, num_nodes: int) -> DraftTrees:
@@ -98,6 +84,44 @@ def best_first_trees(anchor_R: Tensor, logits_RDV: Tensor, num_nodes: int) -> Dr
     if max_depth == 0:
         return root_trees(anchor_R)
     return tree_of_candidates(anchor_R, top_candidates(logits_RDV[:, :max_depth], num_nodes), num_nodes)
+
+
+def warm_up(device: torch.device | str) -> None:
+    """Compile what trees on this device need, so that the first request does not wait for it.
+
+    On a CPU 2 to 3 seconds, once per process (importing numba 0.3, the heap 2); elsewhere nothing.
+    """
+    if torch.device(device).type == "cpu":
+        compiled_heap()
+
+
+@functools.cache
+def compiled_heap() -> Builder | None:
+    """`heap.heap_nodes`, compiled by the first call of a process; None, and one warning, where that fails."""
+    try:
+        from dflash_online.tree.heap import heap_nodes
+    except (ImportError, OSError) as error:
+        # OSError: the library below numba is installed without its binary.
+        logger.warning("trees are built in tensors, slowly on a CPU, for want of numba: %s", error)
+        return None
+    return heap_nodes
+
+
+def level_nodes(log_prob_RDK: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Parent, depth and rank of the best trees' nodes, each [R, N] int64, by depth, then by rank tuple."""
+    depth_RN, rank_RN = _best_prefixes(log_prob_RDK, num_nodes)
+    # Before: a node's parent is the nearest node before it that is one level higher.
+    num_kept = depth_RN.shape[1]
+    node_N = torch.arange(num_kept, device=depth_RN.device)
+    is_above_RNN = (depth_RN[:, None, :] == depth_RN[:, :, None] - 1) & (node_N < node_N[:, None])
+    parent_RN = torch.where(is_above_RNN, node_N, -1).amax(dim=2)
+    # After: stable by depth, so that rank tuples stay in order within a level.
+    order_RN = depth_RN.argsort(dim=1, stable=True)
+    place_RN = torch.empty_like(order_RN).scatter_(1, order_RN, node_N.expand_as(order_RN))
+    depth_RN, rank_RN = depth_RN.gather(1, order_RN), rank_RN.gather(1, order_RN)
+    parent_RN = place_RN.gather(1, parent_RN.gather(1, order_RN).clamp(min=0))
+    parent_RN[:, 0] = -1
+    return parent_RN, depth_RN, rank_RN
 
 
 def _check(anchor_R: Tensor, scores_RDV: Tensor, num_nodes: int) -> None:

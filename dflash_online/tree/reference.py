@@ -15,6 +15,7 @@ import ctypes
 import heapq
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -33,12 +34,13 @@ def heap_tree(log_prob_DK: Tensor, token_DK: Tensor, num_nodes: int) -> list[Hea
     differences equals that in exact arithmetic, but rounds differently.
 
     Args:
-        log_prob_DK: [D, K] float32, at most 0, falling along K.
+        log_prob_DK: [D, K] float32, at most 0, falling along K; NaN counts as -inf.
         token_DK: [D, K] int64.
         num_nodes: most nodes to return; the root is not counted.
     """
     num_depths, width = log_prob_DK.shape
-    log_prob, token = log_prob_DK.double().tolist(), token_DK.tolist()
+    log_prob = log_prob_DK.double().nan_to_num(nan=-torch.inf, neginf=-torch.inf).tolist()
+    token = token_DK.tolist()
     found: list[HeapNode] = []
     if num_nodes < 1 or num_depths < 1 or width < 1:
         return found

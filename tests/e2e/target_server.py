@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ from dflash_online.wire.codec import decode_record
 from dflash_online.wire.record import Record
 
 CONTEXT_LENGTH = 512
+# SGLang then retracts a running request, if there is another, every so many steps.
+FORCED_RETRACTION = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "4"}
+RETRACTED = re.compile(r"#retracted_reqs: [1-9]")
 PROMPTS = [
     "Write a Python function that reverses a string.",
     "What is the capital of France?",

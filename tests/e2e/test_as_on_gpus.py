@@ -1,8 +1,8 @@
 """What servers on GPUs run, as far as a CPU can: two ranks, and SGLang's own Triton attention.
 
 Triton's interpreter runs the kernels; masks, index lists and collectives are those of GPUs. What differs is
-that no CUDA graph is captured. Every rank has to grow and walk the same trees, and every node has to see its
-own path and nothing else.
+that no CUDA graph is captured. Running requests are retracted every few steps. Every rank has to grow and
+walk the same trees, and every node has to see its own path and nothing else.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from dflash_online.evaluate.tau import tau_of
 from dflash_online.target.inprocess import InProcessTarget
 from tests.e2e.conftest import serving
-from tests.e2e.target_server import TargetServer
+from tests.e2e.target_server import FORCED_RETRACTION, RETRACTED, TargetServer
 from tests.e2e.tiny_target import LAYER_IDS, TinyTarget, generate_all_ids, generate_ids, make_tiny_target
 
 
@@ -32,19 +32,25 @@ def gpu_like(tiny: TinyTarget, tmp_path_factory: pytest.TempPathFactory) -> Iter
     own += ["--capture-slots", "2", "--capture-tokens", "256"]
     flags = ["--skip-tokenizer-init", "--context-length", "128", "--max-total-tokens", "2048"]
     flags += ["--attention-backend", "triton", "--tp-size", "2"]
-    environment = {"TRITON_INTERPRET": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    environment = {"TRITON_INTERPRET": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0|1"} | FORCED_RETRACTION
     with serving(tiny.model, tiny.drafter, log, own, flags, environment) as target:
         yield target
+
+
+def num_retractions(server: TargetServer) -> int:
+    return len(RETRACTED.findall(server.log_path.read_text(errors="replace")))
 
 
 def test_ranks_agree_on_every_tree_across_a_swap(gpu_like: TargetServer, tiny: TinyTarget) -> None:
     assert gpu_like.info()["verify"] == {"attention_backend": "TritonAttnBackend", "widths": [1, 8, 17]}
     gpu_like.set_policy("off")
-    plain = generate_all_ids(gpu_like, tiny.prompts, concurrency=3)
+    plain = generate_all_ids(gpu_like, tiny.prompts, concurrency=1)
     version = gpu_like.drafter()["version"]
     for mode, num_nodes in (("chain", 7), ("tree", 12)):
         gpu_like.set_policy(mode, num_nodes=num_nodes)
+        before = num_retractions(gpu_like)
         assert generate_all_ids(gpu_like, tiny.prompts, concurrency=3) == plain
+        assert num_retractions(gpu_like) > before
     histograms = gpu_like.histograms_by_policy(version)
     assert tau_of(histograms["tree:12"]) >= tau_of(histograms["chain"]) > 1.5
     # Deep paths: what a node sees of its tree was right over several generations.

@@ -1,7 +1,8 @@
 """The configs of published drafters as data, and the same drafters at a width that a test can run.
 
 Values are those of the published table (DFlash specification, section F). Where it has a dash: LFM2.5 is as
-its training config in SpecForge; gpt-oss as projects that load it report it, YaRN as in its target.
+its training config in SpecForge; gpt-oss as projects that load it report it, YaRN as in its target;
+Qwen3-Coder-30B-A3B and Qwen3.5-4B take the fields of the drafter above them whose target is of their family.
 """
 
 from __future__ import annotations
@@ -55,6 +56,23 @@ _QWEN3_5 = _COMMON | {
 PUBLISHED: dict[str, dict[str, Any]] = {
     "Qwen3-4B": _QWEN3 | {"hidden_size": 2560, "intermediate_size": 9728},
     "Qwen3-8B": _QWEN3 | {"hidden_size": 4096, "intermediate_size": 12288},
+    # Five features, eight layers, in the older layout.
+    "Qwen3-Coder-30B-A3B": _QWEN3
+    | {
+        "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 12, 23, 34, 45]},
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "layer_types": ["full_attention"] * 8,
+        "num_hidden_layers": 8,
+        "num_target_layers": 48,
+    },
+    "Qwen3.5-4B": _QWEN3_5
+    | {
+        "dflash_config": {"block_size": 16, "mask_token_id": 248070, "target_layer_ids": [1, 8, 15, 22, 29]},
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_target_layers": 32,
+    },
     "Qwen3.5-27B": _QWEN3_5,
     # Five features, eight layers.
     "Qwen3.5-35B-A3B": _QWEN3_5

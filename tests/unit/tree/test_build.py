@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -14,8 +17,9 @@ from dflash_online.errors import ConfigError, ShapeError
 from dflash_online.tree import build
 from dflash_online.tree.build import best_first_trees, tree_of_candidates
 from dflash_online.tree.candidates import Candidates, merge_shards, shard_candidates, top_candidates
-from dflash_online.tree.draft_tree import DraftTrees, chain_trees
+from dflash_online.tree.draft_tree import DraftTrees, chain_trees, links, visibility
 from dflash_online.tree.reference import heap_tree
+from dflash_online.tree.walk import path_ranks, walk
 
 KINDS = ("normal", "peaked", "tied", "masked", "bfloat16", "equal")
 
@@ -50,10 +54,10 @@ def paths(trees: DraftTrees, request: int) -> list[tuple[int, ...]]:
     return found[1:]
 
 
-def with_heap_limit(limit: int, anchor_R: Tensor, candidates: Candidates, num_nodes: int) -> DraftTrees:
-    """Trees of the heap up to that many nodes of the batch, else of the tensor builder."""
+def in_tensors(anchor_R: Tensor, candidates: Candidates, num_nodes: int) -> DraftTrees:
+    """As on a GPU, or without numba."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "HEAP_NODES", limit)
+        patch.setattr(build, "compiled_heap", lambda: None)
         return tree_of_candidates(anchor_R, candidates, num_nodes)
 
 
@@ -80,8 +84,8 @@ def test_the_nodes_equal_those_of_the_heap(
     logits = random_logits(kind, seed, num_requests, num_depths, vocab)
     trees = best_first_trees(torch.arange(num_requests), logits, num_nodes)
     candidates = top_candidates(logits, num_nodes)
-    in_tensors = with_heap_limit(0, torch.arange(num_requests), candidates, num_nodes)
-    assert_same_trees(trees, in_tensors)
+    assert build.compiled_heap() is not None
+    assert_same_trees(trees, in_tensors(torch.arange(num_requests), candidates, num_nodes))
     assert trees.token_id_RN[:, 0].tolist() == list(range(num_requests))
     assert trees.max_depth == min(num_depths, num_nodes)
     assert not trees.is_chain
@@ -96,8 +100,8 @@ def test_the_nodes_equal_those_of_the_heap(
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_large_tree_equals_that_of_the_heap(kind: str) -> None:
     candidates = top_candidates(random_logits(kind, 3, 2, 15, 500), 64)
-    trees = with_heap_limit(0, torch.arange(2), candidates, 64)
-    assert_same_trees(trees, with_heap_limit(128, torch.arange(2), candidates, 64))
+    trees = in_tensors(torch.arange(2), candidates, 64)
+    assert_same_trees(trees, tree_of_candidates(torch.arange(2), candidates, 64))
     for request in range(2):
         oracle = heap_tree(candidates.log_prob_RDK[request], candidates.token_id_RDK[request], 64)
         assert set(paths(trees, request)) == {node.path for node in oracle}
@@ -214,6 +218,63 @@ def test_logits_that_are_no_numbers_still_make_a_tree() -> None:
     assert len(paths(trees, 0)) == 6
 
 
+def test_log_probabilities_that_are_no_numbers_count_as_impossible() -> None:
+    log_prob = torch.tensor([[[-0.5, -1.0, torch.nan], [torch.nan, torch.nan, torch.nan]]])
+    candidates = Candidates(torch.arange(6).view(1, 2, 3), log_prob)
+    for num_nodes in (2, 5, 12):
+        trees = tree_of_candidates(torch.zeros(1), candidates, num_nodes)
+        assert_same_trees(trees, in_tensors(torch.zeros(1), candidates, num_nodes))
+        oracle = heap_tree(log_prob[0], candidates.token_id_RDK[0], num_nodes)
+        assert set(paths(trees, 0)) == {node.path for node in oracle}
+
+
+# The heap in a process of its own: whether numba is there is settled once per process.
+WITHOUT_NUMBA = """
+import logging, sys
+import torch
+from dflash_online.tree import build
+from dflash_online.tree.candidates import top_candidates
+assert "numba" not in sys.modules, "imported before a tree was due"
+{before}
+logging.basicConfig(level=logging.WARNING)
+candidates = top_candidates(torch.randn(3, 4, 50, generator=torch.Generator().manual_seed(0)), 8)
+build.warm_up("cpu")
+for _ in range(2):
+    trees = build.tree_of_candidates(torch.arange(3), candidates, 8)
+print(trees.token_id_RN.tolist(), trees.parent_RN.tolist(), build.compiled_heap() is not None)
+"""
+
+
+def build_elsewhere(before: str, **environment: str) -> tuple[str, str]:
+    """Output and log of a process that builds trees."""
+    result = subprocess.run(
+        [sys.executable, "-c", WITHOUT_NUMBA.format(before=before)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    return result.stdout, result.stderr
+
+
+def test_without_numba_trees_are_the_same_and_the_log_says_so_once() -> None:
+    candidates = top_candidates(torch.randn(3, 4, 50, generator=torch.Generator().manual_seed(0)), 8)
+    trees = tree_of_candidates(torch.arange(3), candidates, 8)
+    expected = f"{trees.token_id_RN.tolist()} {trees.parent_RN.tolist()}"
+    output, log = build_elsewhere("")
+    assert (output.strip(), log) == (f"{expected} True", "")
+    output, log = build_elsewhere("sys.modules['numba'] = None  # as if it were not installed")
+    assert output.strip() == f"{expected} False"
+    assert log.count("for want of numba") == 1
+
+
+def test_compiling_needs_no_folder_to_write_to() -> None:
+    output, log = build_elsewhere("", NUMBA_CACHE_DIR="/proc/none", HOME="/proc/none")
+    assert output.strip().endswith("True")
+    assert log == ""
+
+
 def test_bad_input_is_refused_by_name() -> None:
     logits = torch.zeros(2, 3, 4)
     with pytest.raises(ShapeError, match=r"\(3,\)"):
@@ -233,5 +294,15 @@ def test_bad_input_is_refused_by_name() -> None:
 def test_no_value_is_read_back_by_the_host() -> None:
     # Tensors of the meta device have shapes and no values: reading one raises.
     anchor = torch.zeros(2, dtype=torch.int64, device="meta")
-    trees = best_first_trees(anchor, torch.zeros((2, 5, 4000), dtype=torch.bfloat16, device="meta"), 16)
+    logits = torch.zeros((2, 5, 4000), dtype=torch.bfloat16, device="meta")
+    trees = best_first_trees(anchor, logits, 16)
     assert trees.token_id_RN.shape == trees.parent_RN.shape == trees.depth_RN.shape == (2, 17)
+    shards = torch.stack(
+        [shard_candidates(part, 16, 2000 * rank) for rank, part in enumerate(logits.split(2000, 2))]
+    )
+    assert tree_of_candidates(anchor, merge_shards(shards, 4000), 16).num_nodes == 17
+    assert visibility(trees).shape == (2, 17, 17)
+    assert [link.shape for link in links(trees)] == [(2, 17)] * 2
+    committed = walk(trees, trees.token_id_RN)
+    assert committed.produced_RP.shape == (2, 6)
+    assert [ranks.shape for ranks in path_ranks(trees, committed.path_RP)] == [(2, 6)] * 2
