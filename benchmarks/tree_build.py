@@ -1,11 +1,10 @@
-"""Milliseconds of tree building: ours against a heap in Python, selection against plain topk.
+"""Milliseconds of tree building, as on a CPU, against a Python heap and against tensors; of selection too.
 
-Measured on the CPU, one thread, random logits. (a) `tree_of_candidates`, which on a CPU is a compiled heap,
-against `heap_tree` request by request, from the same candidates, for several batch sizes; and against its own
-twin in tensors, which other devices use. (b) `top_candidates` against
-`torch.topk` plus `torch.logsumexp` of the float32 logits, which leaves the order of ties open. Rivals take
-turns, so that a busy machine slows both; ratios are of medians, above 1 where the project's own code is
-faster.
+Measured on the CPU, one thread, random logits. (a) `tree_of_candidates` from the same candidates against the
+oracle `heap_tree` request by request, and against the tensors that other devices use, for one request, 4 and
+32. (b) `top_candidates` against `torch.topk` plus `torch.logsumexp` of the float32 logits, which leaves the
+order of ties open. (c) What `warm_up` takes in a new process, importing numba included. Rivals take turns, so
+that a busy machine slows both; ratios are of medians, above 1 where the project's own code is faster.
 
 Run: `python benchmarks/tree_build.py --help`. Needs no model and no network. Last line: one JSON object.
 """
@@ -15,8 +14,11 @@ from __future__ import annotations
 import json
 import platform
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Annotated
 
 import torch
@@ -24,7 +26,7 @@ import typer
 
 from dflash_online.tree import build
 from dflash_online.tree.build import tree_of_candidates
-from dflash_online.tree.candidates import Candidates, top_candidates
+from dflash_online.tree.candidates import top_candidates
 from dflash_online.tree.reference import heap_tree
 
 
@@ -47,38 +49,30 @@ def compare(ours: Callable[[], object], rival: Callable[[], object], rounds: int
     }
 
 
-def compare_trees(batch: int, depths: int, nodes: int, rounds: int) -> dict[str, float]:
+def compare_trees(batch: int, depths: int, nodes: int, rounds: int) -> dict[str, dict[str, float]]:
     """(a): from the same candidates to a tree."""
     generator = torch.Generator().manual_seed(0)
     candidates = top_candidates(4 * torch.randn(batch, depths, 4096, generator=generator), nodes)
     anchor_R = torch.zeros(batch, dtype=torch.int64)
 
-    def heaps(found: Candidates = candidates) -> list[object]:
-        pairs = zip(found.log_prob_RDK, found.token_id_RDK, strict=True)
+    def chosen() -> object:
+        return tree_of_candidates(anchor_R, candidates, nodes)
+
+    def heaps() -> object:
+        pairs = zip(candidates.log_prob_RDK, candidates.token_id_RDK, strict=True)
         return [heap_tree(log_prob_DK, token_DK, nodes) for log_prob_DK, token_DK in pairs]
 
-    return compare(lambda: tree_of_candidates(anchor_R, candidates, nodes), heaps, rounds)
+    def tensors() -> object:
+        compiled_heap, build.compiled_heap = build.compiled_heap, lambda: None
+        try:
+            return chosen()
+        finally:
+            build.compiled_heap = compiled_heap
 
-
-def compare_tensors(batch: int, depths: int, nodes: int, rounds: int) -> dict[str, float]:
-    """(a): the compiled heap against tensors."""
-    generator = torch.Generator().manual_seed(0)
-    candidates = top_candidates(4 * torch.randn(batch, depths, 4096, generator=generator), nodes)
-    anchor_R = torch.zeros(batch, dtype=torch.int64)
-    return compare(
-        lambda: tree_of_candidates(anchor_R, candidates, nodes),
-        lambda: in_tensors(anchor_R, candidates, nodes),
-        rounds,
-    )
-
-
-def in_tensors(anchor_R: torch.Tensor, candidates: Candidates, nodes: int) -> object:
-    """`tree_of_candidates` without the heap."""
-    heap, build.compiled_heap = build.compiled_heap, lambda: None  # type: ignore[assignment]
-    try:
-        return tree_of_candidates(anchor_R, candidates, nodes)
-    finally:
-        build.compiled_heap = heap
+    return {
+        f"tree_batch_{batch}": compare(chosen, heaps, rounds),
+        f"tensors_batch_{batch}": compare(chosen, tensors, rounds),
+    }
 
 
 def compare_selection(
@@ -96,6 +90,21 @@ def compare_selection(
     return compare(lambda: top_candidates(logits_RDV, nodes), plain, rounds)
 
 
+def time_warm_up() -> dict[str, float]:
+    """(c): seconds by the clock and of the CPU, of a process that has imported torch and `build`."""
+    code = (
+        "import json, time, torch; from dflash_online.tree import build; start = time.perf_counter(), "
+        "time.process_time(); build.warm_up('cpu'); assert build.compiled_heap(); print(json.dumps("
+        "[round(time.perf_counter() - start[0], 2), round(time.process_time() - start[1], 2)]))"
+    )
+    runs = [
+        json.loads(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout)
+        for _ in range(3)
+    ]
+    clock, cpu = min(runs)
+    return {"seconds": clock, "cpu_seconds": cpu}
+
+
 def main(
     rounds: Annotated[int, typer.Option(help="Measured rounds of each comparison.")] = 30,
     depths: Annotated[int, typer.Option(help="Drafts per block.")] = 15,
@@ -104,17 +113,20 @@ def main(
 ) -> None:
     """Measure tree building on one CPU thread."""
     torch.set_num_threads(1)
-    results = {f"tree_batch_{batch}": compare_trees(batch, depths, nodes, rounds) for batch in (1, 4, 32)}
-    results |= {f"tensors_batch_{batch}": compare_tensors(batch, depths, nodes, rounds) for batch in (1, 32)}
+    results: dict[str, dict[str, float]] = {}
+    for batch in (1, 4, 32):
+        results |= compare_trees(batch, depths, nodes, rounds)
     for dtype in (torch.float32, torch.bfloat16):
         name = f"candidates_{str(dtype).removeprefix('torch.')}"
         results[name] = compare_selection(dtype, depths, vocab, nodes, rounds)
+    results["warm_up"] = time_warm_up()
     for name, figures in results.items():
         print(name, *(f"{key}={value}" for key, value in figures.items()))
     summary = {
         "benchmark": "tree_build",
         "cpu": platform.processor() or platform.machine(),
         "torch": torch.__version__,
+        "numba": version("numba"),
         "threads": 1,
         "rounds": rounds,
         "depths": depths,

@@ -13,16 +13,12 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import signal
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import httpx
 import psutil
 from rich.console import Console
 
@@ -52,6 +48,7 @@ from server_patches.compat import (
     require_supported_version,
 )
 from server_patches.plugin import ANNOUNCE_DIR_ENV, has_accelerator
+from server_patches.ready_watch import ReadyWatch
 from server_patches.verify_window import check_widths
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -229,84 +226,6 @@ def make_command(config: LaunchConfig, *, on_gpu: bool) -> list[str]:
     return command + list(config.flags)
 
 
-class ReadyWatch:
-    """A thread that waits for the server, checks that the plugin is everywhere, and else ends it."""
-
-    def __init__(self, config: LaunchConfig, folder: Path) -> None:
-        self._config, self._announce = config, folder / "announce"
-        self.failure: str | None = None
-        self.upstream_files: set[Path] = set()
-        """Shared memory that SGLang itself makes and, when it is ended by a signal, leaves behind."""
-
-    def start(self) -> None:
-        """Watch beside the keeper, which needs the main thread."""
-        threading.Thread(target=self._run, name="ready-watch", daemon=True).start()
-
-    def _run(self) -> None:
-        try:
-            self._wait_until_ready()
-            self.require_active_everywhere()
-            self.upstream_files = _mapped_files(SHARED_MEMORY, prefix="sglang_")
-        except PluginError as exc:
-            self.failure = str(exc)
-            os.kill(os.getpid(), signal.SIGTERM)
-        else:
-            console.print(f"target ready: {self._config.url} (DFlash interface under /dflash)")
-
-    def _errors(self) -> list[str]:
-        return [f"process {p.stem}: {p.read_text()}" for p in sorted(self._announce.glob("*.error"))]
-
-    def _wait_until_ready(self) -> None:
-        deadline = time.monotonic() + self._config.ready_timeout_s
-        while time.monotonic() < deadline:
-            if errors := self._errors():
-                raise PluginError("the plugin failed to activate: " + "; ".join(errors))
-            try:
-                answer = httpx.get(f"{self._config.url}/health", timeout=5.0)
-            except httpx.TransportError:
-                answer = None
-            if answer is not None and answer.status_code == 200:
-                return
-            time.sleep(0.5)
-        raise PluginError(f"the server was not ready within {self._config.ready_timeout_s:g} s")
-
-    def require_active_everywhere(self) -> None:
-        """Raises PluginError that names every SGLang process without an active plugin."""
-        active = {int(path.stem) for path in self._announce.glob("*.active")}
-        silent = [
-            f"{process.pid} ({name})"
-            for process in psutil.Process().children(recursive=True)
-            if (name := _sglang_role(process)) and process.pid not in active
-        ]
-        if silent:
-            raise PluginError(f"the plugin is not active in these processes: {', '.join(silent)}")
-        if not active:
-            raise PluginError("the plugin is not active in any process")
-
-
-def _mapped_files(folder: Path, prefix: str) -> set[Path]:
-    """Files of the folder that a process of ours has mapped now."""
-    found: set[Path] = set()
-    for process in psutil.Process().children(recursive=True):
-        try:
-            mapped = [Path(entry.path) for entry in process.memory_maps()]
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-        found |= {path for path in mapped if path.parent == folder and path.name.startswith(prefix)}
-    return found
-
-
-def _sglang_role(process: psutil.Process) -> str | None:
-    """Name of an SGLang process; None for helpers such as multiprocessing's resource tracker."""
-    try:
-        command = " ".join(process.cmdline())
-    except psutil.NoSuchProcess:
-        return None
-    if command.startswith("sglang::"):
-        return command.split()[0]
-    return "sglang::http_server" if "sglang.launch_server" in command else None
-
-
 def launch(config: LaunchConfig) -> int:
     """Start the server and stay until it ends. Returns the exit code."""
     on_gpu = has_accelerator()
@@ -324,7 +243,7 @@ def launch(config: LaunchConfig) -> int:
             drafter = make_fresh_drafter(config.model, folder / "drafter")
             config = replace(config, drafter=drafter, policy=policy)
         os.environ.update(make_environment(config, folder, slot_bytes, on_gpu=on_gpu))
-        watch = ReadyWatch(config, folder)
+        watch = ReadyWatch(config.url, folder / "announce", SHARED_MEMORY, timeout_s=config.ready_timeout_s)
         watch.start()
         code = keep(make_command(config, on_gpu=on_gpu))
     finally:

@@ -89,7 +89,7 @@ def best_first_trees(anchor_R: Tensor, logits_RDV: Tensor, num_nodes: int) -> Dr
 def warm_up(device: torch.device | str) -> None:
     """Compile what trees on this device need, so that the first request does not wait for it.
 
-    On a CPU 2 to 3 seconds, once per process (importing numba 0.3, the heap 2); elsewhere nothing.
+    On a CPU 2 to 3 seconds of one core, once per process (numba itself 0.3, the heap 2); elsewhere nothing.
     """
     if torch.device(device).type == "cpu":
         compiled_heap()

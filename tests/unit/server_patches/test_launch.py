@@ -20,7 +20,8 @@ from dflash_online.drafter.checkpoint import TrainingInfo, export_tensors, save_
 from dflash_online.drafter.config import DrafterConfig
 from dflash_online.errors import ConfigError, PluginError
 from server_patches.compat import MAX_NODES_ENV, POLICY_ENV
-from server_patches.launch import LaunchConfig, ReadyWatch, make_command, make_environment
+from server_patches.launch import LaunchConfig, make_command, make_environment
+from server_patches.ready_watch import ReadyWatch
 
 
 @pytest.fixture
@@ -179,7 +180,7 @@ def test_a_process_without_the_plugin_is_named(tmp_path: Path) -> None:
     try:
         while "sglang::" not in " ".join(psutil.Process(child.pid).cmdline()[:1]):
             time.sleep(0.01)  # bash has not taken its new name yet
-        watch = ReadyWatch(config(), tmp_path)
+        watch = ReadyWatch("http://unused", tmp_path / "announce", tmp_path, timeout_s=1.0)
         with pytest.raises(PluginError, match=rf"not active in these processes: .*{child.pid}"):
             watch.require_active_everywhere()
         (tmp_path / "announce" / f"{child.pid}.active").touch()

@@ -1,11 +1,14 @@
-"""Best trees against the heap oracle and against brute force, ties included."""
+"""Best trees, in tensors and by the compiled heap, against the heap oracle and brute force, ties included."""
 
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -54,8 +57,8 @@ def paths(trees: DraftTrees, request: int) -> list[tuple[int, ...]]:
     return found[1:]
 
 
-def in_tensors(anchor_R: Tensor, candidates: Candidates, num_nodes: int) -> DraftTrees:
-    """As on a GPU, or without numba."""
+def trees_in_tensors(anchor_R: Tensor, candidates: Candidates, num_nodes: int) -> DraftTrees:
+    """The trees of another device, on the CPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "compiled_heap", lambda: None)
         return tree_of_candidates(anchor_R, candidates, num_nodes)
@@ -84,8 +87,7 @@ def test_the_nodes_equal_those_of_the_heap(
     logits = random_logits(kind, seed, num_requests, num_depths, vocab)
     trees = best_first_trees(torch.arange(num_requests), logits, num_nodes)
     candidates = top_candidates(logits, num_nodes)
-    assert build.compiled_heap() is not None
-    assert_same_trees(trees, in_tensors(torch.arange(num_requests), candidates, num_nodes))
+    assert_same_trees(trees, trees_in_tensors(torch.arange(num_requests), candidates, num_nodes))
     assert trees.token_id_RN[:, 0].tolist() == list(range(num_requests))
     assert trees.max_depth == min(num_depths, num_nodes)
     assert not trees.is_chain
@@ -100,10 +102,42 @@ def test_the_nodes_equal_those_of_the_heap(
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_large_tree_equals_that_of_the_heap(kind: str) -> None:
     candidates = top_candidates(random_logits(kind, 3, 2, 15, 500), 64)
-    trees = in_tensors(torch.arange(2), candidates, 64)
-    assert_same_trees(trees, tree_of_candidates(torch.arange(2), candidates, 64))
+    trees = tree_of_candidates(torch.arange(2), candidates, 64)
+    assert_same_trees(trees, trees_in_tensors(torch.arange(2), candidates, 64))
     for request in range(2):
         oracle = heap_tree(candidates.log_prob_RDK[request], candidates.token_id_RDK[request], 64)
+        assert set(paths(trees, request)) == {node.path for node in oracle}
+
+
+LOG_PROBS = (0.0, -0.0, -1e-45, -0.1, -0.5, -0.5 - 2**-24, -1.0, -(2.0**24), -torch.inf, torch.nan)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    log_probs=st.lists(st.lists(st.sampled_from(LOG_PROBS), min_size=1, max_size=5), min_size=1, max_size=6),
+    num_requests=st.integers(1, 3),
+    num_nodes=st.integers(1, 40),
+)
+def test_sums_that_round_to_ties_make_the_same_trees(
+    log_probs: list[list[float]], num_requests: int, num_nodes: int
+) -> None:
+    # Log-probabilities that are no numbers count as -inf, as absent ones do here.
+    width = max(map(len, log_probs))
+    rows = [[*row, *[torch.nan] * (width - len(row))] for row in log_probs]
+    falling_DK = torch.tensor(rows).nan_to_num(nan=-torch.inf, neginf=-torch.inf).sort(descending=True).values
+    log_prob_DK = falling_DK.masked_fill(falling_DK.isneginf(), torch.nan)
+    # Requests differ: each starts one depth later.
+    log_prob_RDK = torch.stack([log_prob_DK.roll(-request, dims=0) for request in range(num_requests)])
+    token_RDK = torch.arange(width).expand(log_prob_RDK.shape)
+    anchor_R = torch.zeros(num_requests, dtype=torch.int64)
+    trees = tree_of_candidates(anchor_R, Candidates(token_RDK, log_prob_RDK), num_nodes)
+    assert_same_trees(trees, trees_in_tensors(anchor_R, Candidates(token_RDK, log_prob_RDK), num_nodes))
+    with_infinity_RDK = log_prob_RDK.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+    assert_same_trees(
+        trees, tree_of_candidates(anchor_R, Candidates(token_RDK, with_infinity_RDK), num_nodes)
+    )
+    for request in range(num_requests):
+        oracle = heap_tree(log_prob_RDK[request], token_RDK[request], num_nodes)
         assert set(paths(trees, request)) == {node.path for node in oracle}
 
 
@@ -218,63 +252,6 @@ def test_logits_that_are_no_numbers_still_make_a_tree() -> None:
     assert len(paths(trees, 0)) == 6
 
 
-def test_log_probabilities_that_are_no_numbers_count_as_impossible() -> None:
-    log_prob = torch.tensor([[[-0.5, -1.0, torch.nan], [torch.nan, torch.nan, torch.nan]]])
-    candidates = Candidates(torch.arange(6).view(1, 2, 3), log_prob)
-    for num_nodes in (2, 5, 12):
-        trees = tree_of_candidates(torch.zeros(1), candidates, num_nodes)
-        assert_same_trees(trees, in_tensors(torch.zeros(1), candidates, num_nodes))
-        oracle = heap_tree(log_prob[0], candidates.token_id_RDK[0], num_nodes)
-        assert set(paths(trees, 0)) == {node.path for node in oracle}
-
-
-# The heap in a process of its own: whether numba is there is settled once per process.
-WITHOUT_NUMBA = """
-import logging, sys
-import torch
-from dflash_online.tree import build
-from dflash_online.tree.candidates import top_candidates
-assert "numba" not in sys.modules, "imported before a tree was due"
-{before}
-logging.basicConfig(level=logging.WARNING)
-candidates = top_candidates(torch.randn(3, 4, 50, generator=torch.Generator().manual_seed(0)), 8)
-build.warm_up("cpu")
-for _ in range(2):
-    trees = build.tree_of_candidates(torch.arange(3), candidates, 8)
-print(trees.token_id_RN.tolist(), trees.parent_RN.tolist(), build.compiled_heap() is not None)
-"""
-
-
-def build_elsewhere(before: str, **environment: str) -> tuple[str, str]:
-    """Output and log of a process that builds trees."""
-    result = subprocess.run(
-        [sys.executable, "-c", WITHOUT_NUMBA.format(before=before)],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    return result.stdout, result.stderr
-
-
-def test_without_numba_trees_are_the_same_and_the_log_says_so_once() -> None:
-    candidates = top_candidates(torch.randn(3, 4, 50, generator=torch.Generator().manual_seed(0)), 8)
-    trees = tree_of_candidates(torch.arange(3), candidates, 8)
-    expected = f"{trees.token_id_RN.tolist()} {trees.parent_RN.tolist()}"
-    output, log = build_elsewhere("")
-    assert (output.strip(), log) == (f"{expected} True", "")
-    output, log = build_elsewhere("sys.modules['numba'] = None  # as if it were not installed")
-    assert output.strip() == f"{expected} False"
-    assert log.count("for want of numba") == 1
-
-
-def test_compiling_needs_no_folder_to_write_to() -> None:
-    output, log = build_elsewhere("", NUMBA_CACHE_DIR="/proc/none", HOME="/proc/none")
-    assert output.strip().endswith("True")
-    assert log == ""
-
-
 def test_bad_input_is_refused_by_name() -> None:
     logits = torch.zeros(2, 3, 4)
     with pytest.raises(ShapeError, match=r"\(3,\)"):
@@ -291,18 +268,133 @@ def test_bad_input_is_refused_by_name() -> None:
         merge_shards(torch.zeros(2, 1, 1, 1, dtype=torch.int64), 4)
 
 
-def test_no_value_is_read_back_by_the_host() -> None:
-    # Tensors of the meta device have shapes and no values: reading one raises.
-    anchor = torch.zeros(2, dtype=torch.int64, device="meta")
-    logits = torch.zeros((2, 5, 4000), dtype=torch.bfloat16, device="meta")
-    trees = best_first_trees(anchor, logits, 16)
-    assert trees.token_id_RN.shape == trees.parent_RN.shape == trees.depth_RN.shape == (2, 17)
-    shards = torch.stack(
-        [shard_candidates(part, 16, 2000 * rank) for rank, part in enumerate(logits.split(2000, 2))]
+@pytest.fixture
+def fresh_heap() -> Iterator[None]:
+    """A process that has not asked for the compiled heap yet, and again afterwards."""
+    build.compiled_heap.cache_clear()
+    yield
+    build.compiled_heap.cache_clear()
+
+
+def test_a_cpu_uses_the_compiled_heap(fresh_heap: None, caplog: pytest.LogCaptureFixture) -> None:
+    build.warm_up("cpu")
+    heap_nodes = build.compiled_heap()
+    assert heap_nodes is not None
+    assert heap_nodes.__module__ == "dflash_online.tree.heap"
+    assert caplog.records == []
+
+
+def test_other_devices_compile_nothing(fresh_heap: None) -> None:
+    build.warm_up("meta")
+    build.warm_up(torch.device("cuda", 1))
+    assert build.compiled_heap.cache_info().currsize == 0
+
+
+def test_without_numba_the_trees_are_the_same_and_one_warning_is_logged(
+    fresh_heap: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    candidates = top_candidates(random_logits("tied", 5, 4, 6, 20), 16)
+    expected = tree_of_candidates(torch.arange(4), candidates, 16)
+    build.compiled_heap.cache_clear()
+    monkeypatch.delitem(sys.modules, "dflash_online.tree.heap")
+    monkeypatch.setitem(sys.modules, "numba", None)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert_same_trees(tree_of_candidates(torch.arange(4), candidates, 16), expected)
+        build.warm_up("cpu")
+    assert [record.name for record in caplog.records] == ["dflash_online.tree.build"]
+    assert "numba" in caplog.text
+
+
+def test_what_numba_cannot_compile_is_an_import_error(
+    fresh_heap: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import numba
+    from numba.core.errors import TypingError
+
+    def refuse(signature: str) -> Callable[[object], object]:
+        def compile_now(function: object) -> object:
+            raise TypingError("as a newer numba might")
+
+        return compile_now
+
+    monkeypatch.delitem(sys.modules, "dflash_online.tree.heap", raising=False)
+    monkeypatch.setattr(numba, "njit", refuse)
+    assert build.compiled_heap() is None
+    assert "cannot compile _is_before" in caplog.text
+
+
+IN_A_NEW_PROCESS = """
+import sys, torch
+from dflash_online.tree import build
+assert "numba" not in sys.modules
+build.warm_up("cpu")
+assert build.compiled_heap() is not None
+trees = build.best_first_trees(torch.zeros(2), torch.zeros(2, 3, 2), 100)
+assert trees.num_nodes == 15
+"""
+
+
+def test_no_cache_folder_is_needed_and_numba_is_imported_late(tmp_path: Path) -> None:
+    # Not even root can make a folder below a file.
+    (tmp_path / "file").touch()
+    root = Path(build.__file__).parents[2]
+    folder = str(tmp_path / "file" / "numba")
+    environment = {**os.environ, "NUMBA_CACHE_DIR": folder, "HOME": folder, "PYTHONPATH": str(root)}
+    found = subprocess.run(
+        [sys.executable, "-c", IN_A_NEW_PROCESS],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
     )
-    assert tree_of_candidates(anchor, merge_shards(shards, 4000), 16).num_nodes == 17
+    assert (found.returncode, found.stderr) == (0, "")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+# Tensors of the meta device have shapes and no values: to read one, or to make a shape of values, raises.
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda tensor: tensor[0].item(),
+        lambda tensor: tensor.tolist(),
+        lambda tensor: tensor.cpu(),
+        lambda tensor: tensor.nonzero(),
+        lambda tensor: tensor[tensor > 0],
+        lambda tensor: bool((tensor > 0).all()),
+        lambda tensor: tensor.repeat_interleave(tensor),
+        lambda tensor: tensor + torch.zeros(3),
+    ],
+    ids=["item", "tolist", "cpu", "nonzero", "mask", "bool", "repeat", "mixed"],
+)
+def test_a_read_by_the_host_would_be_seen(read: Callable[[Tensor], object]) -> None:
+    # NotImplementedError is a RuntimeError.
+    with pytest.raises(RuntimeError, match=r"meta|data-dependent"):
+        read(torch.zeros(3, dtype=torch.int64, device="meta"))
+
+
+def test_no_value_is_read_back_by_the_host() -> None:
+    anchor_R = torch.zeros(2, dtype=torch.int64, device="meta")
+    logits_RDV = torch.zeros((2, 5, 4000), dtype=torch.bfloat16, device="meta")
+    trees = best_first_trees(anchor_R, logits_RDV, 16)
+    assert trees.token_id_RN.shape == trees.parent_RN.shape == trees.depth_RN.shape == (2, 17)
     assert visibility(trees).shape == (2, 17, 17)
-    assert [link.shape for link in links(trees)] == [(2, 17)] * 2
+    assert links(trees)[0].shape == links(trees)[1].shape == (2, 17)
     committed = walk(trees, trees.token_id_RN)
-    assert committed.produced_RP.shape == (2, 6)
-    assert [ranks.shape for ranks in path_ranks(trees, committed.path_RP)] == [(2, 6)] * 2
+    assert committed.path_RP.shape == committed.produced_RP.shape == (2, 6)
+    assert committed.num_committed_R.shape == committed.bonus_R.shape == (2,)
+    ranks_RP, offered_RP = path_ranks(trees, committed.path_RP)
+    assert ranks_RP.shape == offered_RP.shape == (2, 6)
+
+
+def test_no_value_of_a_shard_is_read_back_by_the_host() -> None:
+    logits_RDV = torch.zeros((2, 5, 4000), dtype=torch.bfloat16, device="meta")
+    # The last shard holds fewer tokens than there are candidates.
+    parts = [logits_RDV[:, :, :2000], logits_RDV[:, :, 2000:3990], logits_RDV[:, :, 3990:]]
+    shards = [shard_candidates(part, 16, 2000) for part in parts]
+    candidates = merge_shards(torch.stack(shards), 4000)
+    assert candidates.token_id_RDK.shape == candidates.log_prob_RDK.shape == (2, 5, 16)
+    trees = tree_of_candidates(torch.zeros(2, dtype=torch.int64, device="meta"), candidates, 16)
+    assert {trees.token_id_RN.device.type, trees.parent_RN.device.type} == {"meta"}
