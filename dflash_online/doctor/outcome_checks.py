@@ -1,6 +1,6 @@
 """Server and reference agree, and yet tau is lower than expected: then the drafter is what it is, and why.
 
-answers to the text, training records, what was expected --> Finding or None
+    answers to the text, training records, what was expected --> Finding or None
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ trees many times as fast (`benchmarks/tree_build.py`); tensors are for other dev
 Raises ShapeError and ConfigError. Knows no SGLang.
 
 Shape letters: R = requests, D = depths (drafts per block), V = vocabulary, K = candidates per depth,
-S = nodes kept so far, root included, N = S at the end; G = V / 64 groups; C = entries that
-are selected from; L = neighbouring ranks in a run.
+S = nodes kept so far, root included, N = S at the end; C = entries that are selected from; L = neighbouring
+ranks in a run.
 
 Source: DDTree (arXiv 2604.12989); specification, sections D.1 and D.2.
 """

@@ -19,7 +19,7 @@ from dflash_online.wire.record import Record
 CONTEXT_LENGTH = 512
 # SGLang then retracts a running request, if there is another, every so many steps.
 FORCED_RETRACTION = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "4"}
-RETRACTED = re.compile(r"#retracted_reqs: [1-9]")
+_RETRACTED = re.compile(r"#retracted_reqs: [1-9]")
 PROMPTS = [
     "Write a Python function that reverses a string.",
     "What is the capital of France?",
@@ -87,6 +87,10 @@ class TargetServer:
         with ThreadPoolExecutor(concurrency or len(requests)) as pool:
             answers = pool.map(lambda request: self.generate(request[0], **request[1]), requests)
             return [answer["output_ids"] for answer in answers]
+
+    def num_retractions(self) -> int:
+        """Times that running requests were retracted so far."""
+        return len(_RETRACTED.findall(self.log_path.read_text(errors="replace")))
 
     def num_used_tokens(self) -> int:
         """Slots of the key-value cache that hold something, cached prefixes included."""

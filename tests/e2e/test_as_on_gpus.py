@@ -16,7 +16,7 @@ import torch
 from dflash_online.evaluate.tau import tau_of
 from dflash_online.target.inprocess import InProcessTarget
 from tests.e2e.conftest import serving
-from tests.e2e.target_server import FORCED_RETRACTION, RETRACTED, TargetServer
+from tests.e2e.target_server import FORCED_RETRACTION, TargetServer
 from tests.e2e.tiny_target import LAYER_IDS, TinyTarget, generate_all_ids, generate_ids, make_tiny_target
 
 
@@ -37,10 +37,6 @@ def gpu_like(tiny: TinyTarget, tmp_path_factory: pytest.TempPathFactory) -> Iter
         yield target
 
 
-def num_retractions(server: TargetServer) -> int:
-    return len(RETRACTED.findall(server.log_path.read_text(errors="replace")))
-
-
 def test_ranks_agree_on_every_tree_across_a_swap(gpu_like: TargetServer, tiny: TinyTarget) -> None:
     assert gpu_like.info()["verify"] == {"attention_backend": "TritonAttnBackend", "widths": [1, 8, 17]}
     gpu_like.set_policy("off")
@@ -48,9 +44,9 @@ def test_ranks_agree_on_every_tree_across_a_swap(gpu_like: TargetServer, tiny: T
     version = gpu_like.drafter()["version"]
     for mode, num_nodes in (("chain", 7), ("tree", 12)):
         gpu_like.set_policy(mode, num_nodes=num_nodes)
-        before = num_retractions(gpu_like)
+        before = gpu_like.num_retractions()
         assert generate_all_ids(gpu_like, tiny.prompts, concurrency=3) == plain
-        assert num_retractions(gpu_like) > before
+        assert gpu_like.num_retractions() > before
     histograms = gpu_like.histograms_by_policy(version)
     assert tau_of(histograms["tree:12"]) >= tau_of(histograms["chain"]) > 1.5
     # Deep paths: what a node sees of its tree was right over several generations.

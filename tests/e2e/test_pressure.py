@@ -21,7 +21,7 @@ import pytest
 
 from tests.e2e.conftest import serving
 from tests.e2e.penalty_oracle import assert_penalties_are_exact
-from tests.e2e.target_server import FORCED_RETRACTION, PROMPTS, RETRACTED, TargetServer, chat_text
+from tests.e2e.target_server import FORCED_RETRACTION, PROMPTS, TargetServer, chat_text
 
 # A second server, and retractions that depend on how fast the machine is: asked for, not part of every run.
 pytestmark = pytest.mark.skipif(
@@ -58,19 +58,15 @@ def plain_outputs(tight_server: TargetServer) -> list[list[int]]:
     return tight_server.generate_all(LONG_TEXTS, 1, max_new_tokens=NUM_TOKENS, ignore_eos=True)
 
 
-def num_retractions(server: TargetServer) -> int:
-    return len(RETRACTED.findall(server.log_path.read_text(errors="replace")))
-
-
 @pytest.mark.parametrize("mode", ["chain", "tree"])
 def test_text_survives_retraction_in_chunks_and_mixed_batches(
     tight_server: TargetServer, plain_outputs: list[list[int]], mode: str
 ) -> None:
     tight_server.set_policy(mode)
-    before = num_retractions(tight_server)
+    before = tight_server.num_retractions()
     found = tight_server.generate_all(LONG_TEXTS, 6, max_new_tokens=NUM_TOKENS, ignore_eos=True)
     assert found == plain_outputs
-    assert num_retractions(tight_server) > before
+    assert tight_server.num_retractions() > before
 
 
 def test_requests_that_join_and_leave_disturb_no_other(
@@ -112,13 +108,13 @@ def test_penalties_survive_retraction_and_overlap(
 ) -> None:
     """In the crowd of requests without penalties, whose text stays as it was."""
     tight_server.set_policy("tree")
-    before = num_retractions(tight_server)
+    before = tight_server.num_retractions()
     sampling: dict[str, Any] = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True}
     with ThreadPoolExecutor(1) as pool:
         crowd = pool.submit(tight_server.generate_all, LONG_TEXTS, 6, **sampling)
         assert_penalties_are_exact(tight_server, model_folder)
         assert crowd.result() == plain_outputs
-    assert num_retractions(tight_server) > before
+    assert tight_server.num_retractions() > before
 
 
 def start_endless(server: TargetServer, rid: str, finish_reasons: dict[str, Any]) -> threading.Thread:
