@@ -1,9 +1,10 @@
 """What a verify pass costs beside a decode step: the target's matrix products, by the width of the window.
 
 Speculation pays where tau exceeds (verify + draft) / decode. On a GPU a few more rows are nearly free, for
-the weights have to be read anyway. On a CPU they are not: one row takes a matrix-vector product, which is
-bound by memory, and from two rows on a matrix product that packs its operands. This measures every linear
-layer of a target once per width, one request, nothing else of a step. Widths take turns; ratios of medians.
+the weights have to be read anyway. With torch on a CPU they are not: one row takes a matrix-vector product,
+which is bound by memory, and from two rows on a matrix product that packs its operands. The plugin's product
+(`server_patches.cpu.linear`, float32, one thread) reads the weights once. This measures every linear layer
+of a target once per width, one request, nothing else of a step. Widths and products take turns; medians.
 
     python benchmarks/verify_width.py --target models/smollm2-135m --threads 1
 
@@ -16,6 +17,7 @@ import json
 import platform
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -23,7 +25,10 @@ import torch
 import typer
 from transformers import AutoConfig
 
-WIDTHS = (1, 2, 6, 8, 17, 33)
+from server_patches.cpu.linear import linear
+
+WIDTHS = (1, 2, 6, 9, 17, 33)
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def linear_shapes(folder: Path) -> list[tuple[int, int, int]]:
@@ -41,19 +46,25 @@ def linear_shapes(folder: Path) -> list[tuple[int, int, int]]:
     ]
 
 
-def measure(shapes: list[tuple[int, int, int]], dtype: torch.dtype, rounds: int) -> dict[int, float]:
-    """Median milliseconds of all layers, by width. Every layer has weights of its own, as in a model."""
+def measure(
+    shapes: list[tuple[int, int, int]], dtype: torch.dtype, rounds: int, products: dict[str, Product]
+) -> dict[str, dict[int, float]]:
+    """Median milliseconds of all layers, by product and width. Every layer has weights of its own."""
     weights = [torch.randn(n, k).to(dtype) for n, k, number in shapes for _ in range(number)]
-    times: dict[int, list[float]] = {width: [] for width in WIDTHS}
+    times = {name: {width: list[float]() for width in WIDTHS} for name in products}
     for number in range(rounds + 1):
-        for width, spent in times.items():
+        for width in WIDTHS:
             rows = {k: torch.randn(width, k).to(dtype) for _, k, _ in shapes}
-            start = time.perf_counter()
-            for weight in weights:
-                torch.nn.functional.linear(rows[weight.shape[1]], weight)
-            if number:
-                spent.append((time.perf_counter() - start) * 1e3)
-    return {width: statistics.median(spent) for width, spent in times.items()}
+            for name, product in products.items():
+                start = time.perf_counter()
+                for weight in weights:
+                    product(rows[weight.shape[1]], weight)
+                if number:
+                    times[name][width].append((time.perf_counter() - start) * 1e3)
+    return {
+        name: {width: statistics.median(spent) for width, spent in by_width.items()}
+        for name, by_width in times.items()
+    }
 
 
 def main(
@@ -73,11 +84,19 @@ def main(
         "rounds": rounds,
     }
     for dtype in (torch.float32, torch.bfloat16):
-        name = str(dtype).removeprefix("torch.")
-        spent = measure(shapes, dtype, rounds)
-        print(name, *(f"W={width}: {ms:.1f} ms ({ms / spent[1]:.2f})" for width, ms in spent.items()))
-        summary[f"{name}_ms"] = {width: round(ms, 2) for width, ms in spent.items()}
-        summary[f"{name}_ratio"] = {width: round(ms / spent[1], 2) for width, ms in spent.items()}
+        products: dict[str, Product] = {"torch": torch.nn.functional.linear}
+        if dtype == torch.float32:
+            products["plugin"] = linear
+        by_product = measure(shapes, dtype, rounds, products)
+        for product, spent in by_product.items():
+            name = f"{product}_{str(dtype).removeprefix('torch.')}"
+            print(name, *(f"W={width}: {ms:.1f} ms ({ms / spent[1]:.2f})" for width, ms in spent.items()))
+            summary[f"{name}_ms"] = {width: round(ms, 2) for width, ms in spent.items()}
+            summary[f"{name}_ratio"] = {width: round(ms / spent[1], 2) for width, ms in spent.items()}
+        if "plugin" in by_product:
+            summary["torch_over_plugin"] = {
+                width: round(by_product["torch"][width] / ms, 2) for width, ms in by_product["plugin"].items()
+            }
     print(json.dumps(summary))
 
 

@@ -138,6 +138,20 @@ PATCHED_NAMES = (
         cpu_only=True,
     ),
     PatchedName(
+        f"{_SRT}.layers.quantization.unquant.UnquantizedLinearMethod.apply",
+        "around",
+        "torch's matrix product takes twice the time for two rows and more: no verify pass would pay",
+        "torch multiplies few rows at the speed of memory",
+        cpu_only=True,
+    ),
+    PatchedName(
+        f"{_SRT}.layers.logits_processor.LogitsProcessor._compute_lm_head",
+        "around",
+        "the same for the head",
+        "torch multiplies few rows at the speed of memory",
+        cpu_only=True,
+    ),
+    PatchedName(
         "torch.Tensor.record_stream",
         "assign",
         "SGLang calls it on CPU tensors, where torch raises; streams do not exist there",

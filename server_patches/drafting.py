@@ -27,6 +27,7 @@ from dflash_online.tree.build import tree_of_candidates
 from dflash_online.tree.candidates import Candidates, merge_shards, shard_candidates, top_candidates
 from dflash_online.tree.draft_tree import DraftTrees, chain_trees, root_trees
 from dflash_online.tree.policy import Policy, PolicyMode
+from server_patches.cpu.linear import is_covered, linear
 
 
 class Drafting:
@@ -130,7 +131,7 @@ class Drafting:
         # A head that is the embedding of a model without parallel layers has no padded rows either.
         num_rows = head.weight.shape[0] if shard is None else int(shard.num_org_elements)
         weight_VH = head.weight[:num_rows]
-        logits_RDV = torch.nn.functional.linear(hidden_RDH.to(weight_VH.dtype), weight_VH)
+        logits_RDV = linear(hidden_RDH.to(weight_VH.dtype), weight_VH)
         if group.world_size == 1 or shard is None:
             return top_candidates(logits_RDV, num_candidates)
         own_RDC = shard_candidates(logits_RDV, num_candidates, int(shard.org_vocab_start_index))
@@ -143,10 +144,14 @@ class Drafting:
         num_requests, num_drafts, width = hidden_RDH.shape
         if is_in_graph:
             return self._worker._draft_sampler.out[: num_requests * num_drafts].view(num_requests, num_drafts)
+        head = self._worker.target_worker.model_runner.model.lm_head
+        weight_VH = getattr(head, "weight", None)
+        if isinstance(weight_VH, torch.Tensor) and is_covered(hidden_RDH, weight_VH):
+            return self._candidates(hidden_RDH, 1).token_id_RDK[:, :, 0]
         with draft_tp_context(self._worker.draft_parallel_layout):
             draft = self._worker._greedy_sample_from_vocab_parallel_head(
                 hidden_states=hidden_RDH.reshape(-1, width),
-                lm_head=self._worker.target_worker.model_runner.model.lm_head,
+                lm_head=head,
             )
         return draft.view(num_requests, num_drafts)
 

@@ -75,6 +75,7 @@ def install_cpu_support() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from server_patches.cpu.attention import BatchedTorchAttnBackend
+    from server_patches.cpu.linear import apply_linear, compute_head
 
     if "torch_native" not in choices.DRAFT_ATTENTION_BACKEND_CHOICES:
         choices.DRAFT_ATTENTION_BACKEND_CHOICES.append("torch_native")
@@ -92,4 +93,10 @@ def install_cpu_support() -> None:
     )
     HookRegistry.register(
         "sglang.srt.distributed.parallel_state.init_model_parallel_group", _no_nccl, HookType.BEFORE
+    )
+    HookRegistry.register(
+        "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.apply", apply_linear, HookType.AROUND
+    )
+    HookRegistry.register(
+        "sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head", compute_head, HookType.AROUND
     )
