@@ -263,10 +263,11 @@ def _routes(target: FakeTarget) -> FastAPI:
             return _refusal(503, "no slot is free", retry_after="0.05")
         if _take(switches, "num_refuse"):
             return _refusal(422, "the sequence does not fit a slot")
-        is_corrupt, vanishes = _take(switches, "num_corrupt"), _take(switches, "num_vanish")
-        return StreamingResponse(
-            _stream(target, body, is_corrupt, vanishes), media_type="application/x-msgpack"
-        )
+        # At most one fault a capture, counted down here, on the one thread of the event loop.
+        in_stream = ("num_corrupt", "num_vanish", "num_not_finite")
+        fault = next((name for name in in_stream if _take(switches, name)), None)
+        is_nan = switches.num_not_finite % 2 == 1  # NaN and infinity in turn
+        return StreamingResponse(_stream(target, body, fault, is_nan), media_type="application/x-msgpack")
 
     @app.post("/dflash/drafter/stage")
     def stage(body: dict[str, Any]) -> Response:
@@ -301,17 +302,16 @@ def _routes(target: FakeTarget) -> FastAPI:
     return app
 
 
-def _stream(target: FakeTarget, body: dict[str, Any], is_corrupt: bool, vanishes: bool) -> Iterator[bytes]:
+def _stream(target: FakeTarget, body: dict[str, Any], fault: str | None, is_nan: bool) -> Iterator[bytes]:
     """The record's bytes; a synchronous generator runs in a thread, so the server stays responsive."""
     time.sleep(target.switches.capture_delay_s)
     record = target.record(body)
-    if _take(target.switches, "num_not_finite"):
-        # NaN and infinity in turn.
-        record.features_TF[-1, -1] = float("nan" if target.switches.num_not_finite % 2 else "inf")
+    if fault == "num_not_finite":
+        record.features_TF[-1, -1] = float("nan" if is_nan else "inf")
     data = bytearray(b"".join(bytes(part) for part in encode_record(record)))
-    if is_corrupt:
+    if fault == "num_corrupt":
         data[len(data) // 2] ^= 0xFF  # within the features
-    if vanishes:
+    if fault == "num_vanish":
         yield bytes(data[: len(data) // 2])
         raise _VanishError(json.dumps(body["record_id"]))
     yield bytes(data)
